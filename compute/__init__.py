@@ -1,0 +1,1 @@
+"""All that is not Dagster. From the ground up: workload, graph, algorithms, … conductor, simulation."""

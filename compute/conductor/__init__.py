@@ -1,0 +1,1 @@
+"""The long-lived conductor: step loop, ledger, micro-batcher, publisher, and its HTTP service."""

@@ -1,0 +1,101 @@
+"""The knobs of a training session: pure pydantic, checked in milliseconds, nothing heavy imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from megloom.compute.closed import Closed
+
+Mode = Literal["frozen", "sync"]
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_WORKLOAD = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Cells(Closed):
+    """How many processes play each part on this machine."""
+
+    engines_per_policy: int = Field(default=1, ge=1)
+    engine_slots: int = Field(default=256, ge=1, description="concurrent sequences of one engine")
+    workload_workers: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, description="torch threads of each engine and trainer process")
+    device: str = Field(default="cpu", description="device of engines and trainers")
+
+
+class TrainingOverrides(Closed):
+    """Values that replace the workload's own `Training`; None keeps the workload's."""
+
+    tasks_per_step: int | None = Field(default=None, ge=1)
+    group_size: int | None = Field(default=None, ge=2)
+    micro_batch_groups: int | None = Field(default=None, ge=1)
+    warm_examples: int | None = Field(default=None, ge=0)
+    warm_batch: int | None = Field(default=None, ge=1)
+    eval_every: int | None = Field(default=None, ge=0)
+    eval_small: int | None = Field(default=None, ge=1)
+    eval_tasks: int | None = Field(default=None, ge=1, description="held-out tasks in a full evaluation")
+    eval_draws: int | None = Field(default=None, ge=1)
+    episode_timeout_s: float | None = Field(default=None, gt=0)
+    call_timeout_s: float | None = Field(default=None, gt=0)
+
+
+class SessionConfig(Closed):
+    """One training session: `steps` counts the run's training steps in total, also after a resume.
+
+    `mode`: "frozen" takes gradients while other episodes still run; "sync" takes them when all have ended.
+    Both update every policy once, at the end of the step, and give the same numbers.
+    `duration_s`, if set, ends the run with the first step that finishes after it.
+    """
+
+    workload: str = Field(description="package.module:attribute of the Workload")
+    run: str = Field(description="name of the run, unique in this home")
+    steps: int = Field(ge=0)
+    seed: int = Field(default=0, ge=0)
+    mode: Mode = "frozen"
+    imitation_only: bool = Field(default=False, description="every step repeats the demonstration step")
+    duration_s: float | None = Field(default=None, gt=0)
+    lease_s: float = Field(
+        default=600.0, gt=0, description="the session pauses when no client asks for so long"
+    )
+    model: Literal["default", "smollm2"] = "default"
+    training: TrainingOverrides = TrainingOverrides()
+    cells: Cells = Cells()
+
+    @field_validator("run")
+    @classmethod
+    def _run_is_a_name(cls, value: str) -> str:
+        if not _RUN_NAME.fullmatch(value):
+            raise ValueError("a run name is 1 to 64 letters, digits, '_', '.', '-', and starts with no sign")
+        return value
+
+    @field_validator("workload")
+    @classmethod
+    def _workload_is_a_path(cls, value: str) -> str:
+        if not _WORKLOAD.fullmatch(value):
+            raise ValueError("expected package.module:attribute")
+        return value
+
+    def config_hash(self) -> str:
+        """Hash of all that shapes the result; the run's name, its length and the lease do not."""
+        shaping = self.model_dump(exclude={"run", "steps", "lease_s", "duration_s"})
+        return hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def set_path(values: dict[str, Any], assignment: str) -> None:
+    """Puts `a.b=value` into nested `values`; the value is JSON where it parses as JSON, else text.
+
+    Raises: ValueError if there is no '='.
+    """
+    path, sign, text = assignment.partition("=")
+    if not sign or not path:
+        raise ValueError(f"expected key=value, got {assignment!r}")
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    try:
+        values[leaf] = json.loads(text)
+    except json.JSONDecodeError:
+        values[leaf] = text

@@ -1,0 +1,240 @@
+"""What a user writes: a `Workload` of agents, policies, a workflow and a reward.
+
+A system is one file under `pipelines/systems/` with a module attribute, named to the conductor as
+`"package.module:attribute"`. The workflow is ordinary async Python:
+
+    async def solve(task, team):
+        plan = team.planner(task.prompt)                             # registered at once, may be pending
+        tries = [team.solver(task.prompt, plan) for _ in range(3)]   # passing a call into a call is an edge
+        return await team.verifier(task.prompt, *tries)
+
+User code runs in workload workers only; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from megloom.compute.closed import Closed
+
+
+class Sampling(Closed):
+    """How an agent's calls are sampled. Truncated sampling (top-p, top-k) is not offered for training."""
+
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+
+
+class Tokenizer(Closed):
+    """A word-level tokenizer made from a list of words; `special` words are never split.
+
+    `pattern` cuts the text into words. `chat_template` is a Jinja template over `messages` that ends where
+    the model's answer begins; `stop` is the special word that ends an answer.
+    """
+
+    words: tuple[str, ...]
+    special: tuple[str, ...]
+    pattern: str
+    chat_template: str
+    stop: str
+
+    @model_validator(mode="after")
+    def _stop_is_special(self) -> Tokenizer:
+        if self.stop not in self.special:
+            raise ValueError(f"stop word {self.stop!r} must be one of the special words {self.special}")
+        return self
+
+
+class RandomModel(Closed):
+    """A transformer with random initial weights: `architecture` is qwen3 or llama, `config` its HF config."""
+
+    source: Literal["random"] = "random"
+    architecture: Literal["qwen3", "llama"]
+    config: dict[str, int | float | bool]
+    tokenizer: Tokenizer
+
+
+class PretrainedModel(Closed):
+    """A Hugging Face `save_pretrained` directory on this machine."""
+
+    source: Literal["pretrained"] = "pretrained"
+    path: str
+
+
+class PackagedGguf(Closed):
+    """A GGUF file inside an installed Python package, converted once to safetensors and cached."""
+
+    source: Literal["gguf"] = "gguf"
+    package: str
+    pattern: str = "*.gguf"
+
+
+ModelSource = Annotated[RandomModel | PretrainedModel | PackagedGguf, Field(discriminator="source")]
+
+
+class Optimizer(Closed):
+    """AdamW. `grad_clip` bounds the gradient's norm after the one scaling at the optimizer boundary."""
+
+    learning_rate: float = Field(gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+
+
+class Algorithm(Closed):
+    """Base of the algorithms in `megloom.compute.algorithms`; `name` picks the class from its table."""
+
+    name: str
+
+
+class Policy(Closed):
+    """A set of trained weights. `warm_optimizer` serves the demonstration step, if the workload has one."""
+
+    model: ModelSource
+    algorithm: Any
+    optimizer: Optimizer
+    warm_optimizer: Optimizer | None = None
+    trained: bool = True
+
+
+class Training(Closed):
+    """How much a step does, and how the warm start is cut; a session may override any of it."""
+
+    tasks_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=2)
+    micro_batch_groups: int = Field(default=4, ge=1, description="complete groups in one micro-batch")
+    warm_examples: int = Field(default=0, ge=0, description="demonstrations per policy in the warm start")
+    warm_batch: int = Field(default=64, ge=1, description="demonstrations per optimizer step")
+    eval_every: int = Field(default=0, ge=0, description="steps between small evaluations, 0 for none")
+    eval_small: int = Field(default=100, ge=1, description="held-out tasks in a small evaluation")
+    eval_draws: int = Field(default=2, ge=1, description="seeded draws per task in a full evaluation")
+    episode_timeout_s: float = Field(default=120.0, gt=0)
+    call_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class Task(Protocol):
+    """A dataset row as the workflow sees it: `row` is the whole row, nested fields included."""
+
+    @property
+    def task_id(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def ground_truth(self) -> str: ...
+    @property
+    def row(self) -> Mapping[str, Any]: ...
+
+
+class Invocation(Protocol):
+    """A call that is registered in the graph and may still be pending. Awaiting it gives itself, finished.
+
+    `text` is a view; the tokens are the truth. Awaiting a failed call raises `CallFailed`.
+    """
+
+    @property
+    def invocation_id(self) -> str: ...
+    @property
+    def agent(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str: ...
+    def __await__(self) -> Iterator[Any]: ...
+
+
+class CallFailed(Exception):
+    """An agent call ended without an answer; the message names the call and the cause."""
+
+
+class Team(Protocol):
+    """The agents of one episode: `team.<agent>(*prompt_arguments, after=())` registers a call."""
+
+    def __getattr__(self, agent: str) -> Callable[..., Invocation]: ...
+
+
+class FinishedEpisode(Protocol):
+    """What a reward function sees: the workflow's result and every finished call, in registration order."""
+
+    @property
+    def result(self) -> Any: ...
+    @property
+    def calls(self) -> Sequence[Invocation]: ...
+    def of(self, agent: str) -> list[Invocation]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """A reward with more detail than a number.
+
+    `team` is the episode's reward; `agents` and `calls` (by invocation id) override it where given.
+    A call mapped to None is unscorable: it leaves before any statistic. `metrics` are (sum, count) pairs.
+    """
+
+    team: float
+    agents: Mapping[str, float] = field(default_factory=dict)
+    calls: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+Workflow = Callable[[Any, Any], Awaitable[Any]]
+Reward = Callable[[Any, Any], "float | Mapping[str, float] | Score"]
+Rows = Callable[[], Iterable[Mapping[str, Any]]]
+
+
+class Agent(Closed):
+    """A role in the graph. `prompt` turns a call's arguments into a text or chat messages.
+
+    Pending calls among the arguments reach `prompt` as their text.
+    """
+
+    policy: str
+    prompt: Callable[..., Any]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """One recorded example for an agent: the arguments of its prompt and the answer to imitate."""
+
+    agent: str
+    arguments: tuple[str, ...]
+    answer: str
+
+
+Demonstrate = Callable[[int, int], Iterable[Demonstration]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A trained multi-agent system.
+
+    `tasks` and `eval_tasks` are a parquet or jsonl path, or a function that returns rows (called once, the
+    rows are then kept as parquet). `demonstrate(num_per_agent, seed)` makes the warm start's examples.
+
+    Raises: ValueError if an agent names an unknown policy, or a name is not a Python identifier.
+    """
+
+    name: str
+    policies: Mapping[str, Policy]
+    agents: Mapping[str, Agent]
+    workflow: Workflow
+    reward: Reward
+    tasks: str | Rows
+    eval_tasks: str | Rows
+    training: Training
+    demonstrate: Demonstrate | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.policies, *self.agents):
+            if not name.isidentifier():
+                raise ValueError(f"workload {self.name}: {name!r} must be a Python identifier")
+        for name, agent in self.agents.items():
+            if agent.policy not in self.policies:
+                known = ", ".join(sorted(self.policies))
+                raise ValueError(f"agent {name}: unknown policy {agent.policy!r} (known: {known})")
