@@ -1,0 +1,1 @@
+"""What exists: one file per asset family, and how a step's report becomes events."""

@@ -1,0 +1,1 @@
+"""The wiring: definitions, jobs, schedules, sensors. No logic."""

@@ -60,7 +60,7 @@ class SessionConfig(Closed):
     lease_s: float = Field(
         default=600.0, gt=0, description="the session pauses when no client asks for so long"
     )
-    model: Literal["default", "smollm2"] = "default"
+    import_paths: tuple[str, ...] = Field(default=(), description="folders to import the workload from")
     training: TrainingOverrides = TrainingOverrides()
     cells: Cells = Cells()
 
@@ -80,7 +80,7 @@ class SessionConfig(Closed):
 
     def config_hash(self) -> str:
         """Hash of all that shapes the result; the run's name, its length and the lease do not."""
-        shaping = self.model_dump(exclude={"run", "steps", "lease_s", "duration_s"})
+        shaping = self.model_dump(exclude={"run", "steps", "lease_s", "duration_s", "import_paths"})
         return hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

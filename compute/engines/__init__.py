@@ -1,0 +1,1 @@
+"""Inference engines: the protocol, the HTTP client, the local torch service, the SGLang launcher."""

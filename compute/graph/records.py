@@ -7,8 +7,9 @@ Field order of a dataclass equals that of its schema; `tests/compute/graph/test_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
@@ -283,10 +284,30 @@ def record_key(record: Any) -> str:
     return "|".join(str(getattr(record, name)) for name in KEYS[TABLE_OF[type(record)]])
 
 
+def clean_text(text: str) -> str:
+    """`text` as valid Unicode: a split surrogate pair is joined, a lone surrogate becomes U+FFFD.
+
+    Models and JSON escapes produce lone surrogates; UTF-8, Arrow and SQLite refuse them. Ids stay the truth.
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def clean_record(record: Any) -> Any:
+    """`record` with every text field passed through `clean_text`. The store's journal is the one caller."""
+    texts = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(
+        record, **{name: clean_text(text) for name, text in texts.items() if isinstance(text, str)}
+    )
+
+
 def to_table(table: str, records: list[Any]) -> pa.Table:
     """The records of one table as Arrow."""
     schema = SCHEMAS[table]
-    columns = [pa.array([getattr(r, f.name) for r in records], type=f.type) for f in schema]
+    rows = map(attrgetter(*schema.names), records)  # one C call per record: sealing runs at every step
+    values = list(zip(*rows, strict=True)) or [()] * len(schema)
+    columns = [pa.array(column, type=f.type) for column, f in zip(values, schema, strict=True)]
     return pa.Table.from_arrays(columns, schema=schema)
 
 

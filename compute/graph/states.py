@@ -48,14 +48,19 @@ class SampleState(StrEnum):
 State = TypeVar("State", InvocationState, EpisodeState, GroupState, SampleState)
 
 _I, _E, _G, _S = InvocationState, EpisodeState, GroupState, SampleState
-LEGAL_MOVES: Mapping[StrEnum, frozenset[StrEnum]] = {
-    _I.BLOCKED: frozenset({_I.READY, _I.FAILED, _I.CANCELLED}),
-    _I.READY: frozenset({_I.RUNNING, _I.FAILED, _I.CANCELLED}),
-    _I.RUNNING: frozenset({_I.DONE, _I.READY, _I.FAILED, _I.CANCELLED}),
-    _E.RUNNING: frozenset({_E.SCORED, _E.UNSCORABLE, _E.FAILED}),
-    _G.OPEN: frozenset({_G.COMPLETE, _G.DISCARDED}),
-    _S.READY: frozenset({_S.GRADIENT_TAKEN, _S.DROPPED}),
-    _S.GRADIENT_TAKEN: frozenset({_S.APPLIED, _S.READY}),
+# By type first: members of different enums with the same text are equal, and would share an entry.
+LEGAL_MOVES: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
+    _I: {
+        _I.BLOCKED: frozenset({_I.READY, _I.FAILED, _I.CANCELLED}),
+        _I.READY: frozenset({_I.RUNNING, _I.FAILED, _I.CANCELLED}),
+        _I.RUNNING: frozenset({_I.DONE, _I.READY, _I.FAILED, _I.CANCELLED}),
+    },
+    _E: {_E.RUNNING: frozenset({_E.SCORED, _E.UNSCORABLE, _E.FAILED})},
+    _G: {_G.OPEN: frozenset({_G.COMPLETE, _G.DISCARDED})},
+    _S: {
+        _S.READY: frozenset({_S.GRADIENT_TAKEN, _S.DROPPED}),
+        _S.GRADIENT_TAKEN: frozenset({_S.APPLIED, _S.READY}),
+    },
 }
 
 
@@ -68,7 +73,8 @@ def checked_move(object_id: str, old: State, new: State) -> State:
 
     Raises: IllegalMove, naming the object, if `old → new` is not a legal move.
     """
-    if new not in LEGAL_MOVES.get(old, frozenset()):
-        allowed = ", ".join(sorted(LEGAL_MOVES.get(old, frozenset()))) or "none, it is final"
+    legal = LEGAL_MOVES[type(old)].get(old, frozenset())
+    if new not in legal:
+        allowed = ", ".join(sorted(legal)) or "none, it is final"
         raise IllegalMove(f"{object_id}: {old} → {new} is not a legal move (allowed: {allowed})")
     return new

@@ -1,0 +1,1 @@
+"""Pictures and pages made of plain records: inline SVG and one HTML file, no libraries, no scripts."""

@@ -1,0 +1,1 @@
+"""Rewards: from what a reward function returns to one status and value per call."""

@@ -1,0 +1,1 @@
+"""Pure scheduling policies: facts and `now` in, choices out. No clock, task or client in here."""

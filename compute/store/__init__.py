@@ -1,0 +1,1 @@
+"""Journal, sealed steps and lineage of the execution graph."""

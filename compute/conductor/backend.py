@@ -1,0 +1,34 @@
+"""Where a session's workers, trainers and engines come from: real processes, or models in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from megloom.compute.engines.protocol import Engine
+from megloom.compute.rollout.protocol import EpisodeEvents, Worker
+from megloom.compute.trainers.protocol import Trainer, TrainerPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellExit:
+    """A process of the session ended by itself; `cause` holds its exit code and last log lines."""
+
+    name: str
+    cause: str
+
+
+class Backend(Protocol):
+    """Starts named cells. A cell that is started again under its name replaces the dead one."""
+
+    exits: asyncio.Queue[CellExit]
+
+    async def start_worker(self, name: str, events: EpisodeEvents) -> Worker: ...
+    async def start_trainer(self, name: str, plan: TrainerPlan) -> Trainer: ...
+    async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine: ...
+    async def stop(self, name: str) -> None:
+        """Ends a cell; its exit is not reported."""
+        ...
+
+    async def close(self) -> None: ...

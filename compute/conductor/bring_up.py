@@ -1,0 +1,278 @@
+"""Brings a session up: workers, trainers, the ledger of the newest snapshot, engines; ends with a `Run`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megloom.compute.algorithms.table import parse_algorithm
+from megloom.compute.conductor.backend import Backend
+from megloom.compute.conductor.commit import initial_versions
+from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.conductor.dispatch import Dispatcher
+from megloom.compute.conductor.episodes import EpisodeDesk
+from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.conductor.gradients import GradientLane
+from megloom.compute.conductor.ledger import Committed, Ledger
+from megloom.compute.conductor.publisher import Publisher
+from megloom.compute.conductor.run import Run, RunPaths
+from megloom.compute.conductor.samples import Aggregation
+from megloom.compute.conductor.supervision import Supervisor
+from megloom.compute.graph.meg import ExecutionGraph
+from megloom.compute.graph.records import TaskRecord
+from megloom.compute.graph.seeds import content_hash, derive_seed
+from megloom.compute.rollout.protocol import CallOpened, CallPrompt, EpisodeEvents, Worker, WorkloadPlan
+from megloom.compute.scheduling.cursor import Cursor
+from megloom.compute.store.store import MegStore
+from megloom.compute.trainers.protocol import Trainer, TrainerPlan
+from megloom.compute.workload import Training
+
+MAX_EPISODES = 512  # in flight at once; more only lengthens the engines' queues
+
+
+class SessionError(Exception):
+    """The session cannot start: the stored run and the request do not fit together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a session is given: everything that touches the world, so that simulation can give other things.
+
+    `discard_uncommitted(policy, version)` removes weight versions above the committed one.
+    """
+
+    config: SessionConfig
+    backend: Backend
+    store: MegStore
+    paths: RunPaths
+    clock: Clock
+    wall_time: Callable[[], str]
+    events: EventLog
+    epoch: int
+    discard_uncommitted: Callable[[str, int], None]
+
+
+class AnnouncementRelay:
+    """Gives workers' announcements to the desk, which is built after the first worker has started."""
+
+    target: EpisodeEvents | None = None
+
+    def call_opened(self, call: CallOpened) -> None:
+        if self.target is not None:
+            self.target.call_opened(call)
+
+    def call_prompt(self, prompt: CallPrompt) -> None:
+        if self.target is not None:
+            self.target.call_prompt(prompt)
+
+
+class BringUp:
+    """One use: `start` builds the run; `phase` says what it waits for meanwhile."""
+
+    def __init__(self, around: Surroundings, tasks: asyncio.TaskGroup) -> None:
+        self._around, self._tasks = around, tasks
+        self._relay = AnnouncementRelay()
+        self.phase = "the workload worker to start"
+        self.run: Run | None = None
+
+    async def start(self) -> tuple[Run, Supervisor]:
+        """Returns the run, ready for its next step, and the supervisor of its cells.
+
+        Raises: SessionError, and what workers, trainers and engines raise at their start.
+        """
+        around = self._around
+        manifest = await around.store.recover(around.config.run)
+        await around.store.discard_unsealed()
+        snapshot: dict[str, Any] = dict(manifest.snapshot) if manifest else {}
+        workers = await self._start_workers()
+        first = next(iter(workers.values()))
+        plan = await first.describe()
+        code_hash = content_hash(plan.code_hashes)
+        if snapshot:
+            _refuse_another(around.config, code_hash, snapshot["report"])
+        self.phase = "the dataset to load"
+        for worker in workers.values():
+            train, held_out = await worker.tasks("train"), await worker.tasks("eval")
+        self.phase = "the trainers to start"
+        trainers = await self._start_trainers(plan)
+        ledger = await self._ledger(trainers, snapshot)
+        stop_ids: dict[str, list[int]] = {}
+        for worker in workers.values():
+            stop_ids = await worker.load_tokenizers(tokenizer_dirs(ledger))
+        run = self._assemble(plan, trainers, ledger, stop_ids, train, held_out, code_hash)
+        supervisor = Supervisor(
+            run=run,
+            backend=around.backend,
+            worker_events=self._relay,
+            tokenizers=lambda: tokenizer_dirs(run.ledger),
+        )
+        run.publisher = Publisher(
+            dispatcher=run.dispatcher, fence=supervisor.restart_engine, events=around.events
+        )
+        self._relay.target = run.desk
+        self.phase = "the engines to start"
+        await supervisor.start_engines(around.config.cells)
+        for name, worker in workers.items():
+            run.desk.worker_up(name, worker)
+        if not snapshot:
+            for record in [*train, *held_out, *initial_versions(run)]:
+                run.store.record(record, step=0)
+        self.run = run
+        return run, supervisor
+
+    async def _start_workers(self) -> dict[str, Worker]:
+        names = [f"worker/{number}" for number in range(self._around.config.cells.workload_workers)]
+        return {name: await self._around.backend.start_worker(name, self._relay) for name in names}
+
+    async def _start_trainers(self, plan: WorkloadPlan) -> dict[str, Trainer]:
+        async with asyncio.TaskGroup() as tasks:
+            starting = {
+                policy: tasks.create_task(
+                    self._around.backend.start_trainer(f"trainer/{policy}", self.trainer_plan(plan, policy)),
+                    name=f"start:trainer/{policy}",
+                )
+                for policy in plan.policies
+            }
+        return {policy: task.result() for policy, task in starting.items()}
+
+    def trainer_plan(self, plan: WorkloadPlan, policy: str) -> TrainerPlan:
+        spec, config = plan.policies[policy], self._around.config
+        return TrainerPlan(
+            policy=policy,
+            model=spec["model"],
+            algorithm=spec["algorithm"],
+            optimizer=spec["optimizer"],
+            warm_optimizer=spec["warm_optimizer"],
+            seed=derive_seed(config.seed, "model", policy) % 2**31,
+            device=config.cells.device,
+            threads=config.cells.threads,
+        )
+
+    async def _ledger(self, trainers: dict[str, Trainer], snapshot: dict[str, Any]) -> Ledger:
+        """The ledger of the newest snapshot with every trainer on it, or version 0 of every policy."""
+        if snapshot:
+            ledger = Ledger.from_json(snapshot["ledger"])
+            async with asyncio.TaskGroup() as tasks:
+                for policy, entry in ledger.policies.items():
+                    self._around.discard_uncommitted(policy, entry.version)
+                    load = trainers[policy].load(weights_uri=entry.uri, state_path=entry.state_path)
+                    tasks.create_task(load, name=f"load:{policy}")
+            return ledger
+        async with asyncio.TaskGroup() as tasks:
+            created = {
+                policy: tasks.create_task(
+                    trainer.create(self._around.paths.weights(policy)), name=f"create:{policy}"
+                )
+                for policy, trainer in trainers.items()
+            }
+        policies = {}
+        for policy, task in created.items():
+            initial = task.result()
+            await trainers[policy].load(weights_uri=initial.uri, state_path=None)
+            policies[policy] = Committed(
+                version=0, parent_version=None, uri=initial.uri, digest=initial.digest, state_path=None
+            )
+        return Ledger(next_step=0, cursor=Cursor(), policies=policies)
+
+    def _assemble(
+        self,
+        plan: WorkloadPlan,
+        trainers: dict[str, Trainer],
+        ledger: Ledger,
+        stop_ids: dict[str, list[int]],
+        train: list[TaskRecord],
+        held_out: list[TaskRecord],
+        code_hash: str,
+    ) -> Run:
+        around = self._around
+        config, clock, events, record = around.config, around.clock, around.events, around.store.record
+        training = _with_overrides(plan, config)
+        dispatcher = Dispatcher(
+            run=config.run,
+            graph=(graph := ExecutionGraph()),
+            stop_ids={policy: tuple(ids) for policy, ids in stop_ids.items()},
+            call_timeout_s=training.call_timeout_s,
+            tasks=self._tasks,
+            clock=clock,
+            events=events,
+        )
+        desk = EpisodeDesk(
+            run=config.run,
+            seed=config.seed,
+            plan=plan,
+            graph=graph,
+            dispatcher=dispatcher,
+            record=record,
+            max_episodes=MAX_EPISODES,
+            timeout_s=training.episode_timeout_s,
+            clock=clock,
+            events=events,
+        )
+        trained = {name: spec for name, spec in plan.policies.items() if spec["trained"]}
+        algorithms = {name: parse_algorithm(spec["algorithm"]) for name, spec in trained.items()}
+        lanes = {
+            policy: GradientLane(
+                run=config.run,
+                policy=policy,
+                trainer=trainers[policy],
+                restart=self._restart_trainer,
+                groups_per_batch=training.micro_batch_groups,
+                hold=config.mode == "sync",
+                record=record,
+                clock=clock,
+                events=events,
+            )
+            for policy in trained
+        }
+        return Run(
+            config=config,
+            paths=around.paths,
+            plan=plan,
+            training=training,
+            train_ids=[task.task_id for task in train],
+            eval_ids=[task.task_id for task in held_out],
+            advantages={name: algorithm.advantages for name, algorithm in algorithms.items()},
+            aggregations={name: Aggregation(name=a.aggregation) for name, a in algorithms.items()},
+            lanes=lanes,
+            desk=desk,
+            dispatcher=dispatcher,
+            store=around.store,
+            ledger=ledger,
+            clock=clock,
+            wall_time=around.wall_time,
+            events=events,
+            code_hash=code_hash,
+            epoch=around.epoch,
+        )
+
+    async def _restart_trainer(self, policy: str) -> Trainer:
+        """A new trainer with the last committed state of its policy."""
+        assert self.run is not None
+        name, backend = f"trainer/{policy}", self._around.backend
+        await backend.stop(name)
+        trainer = await backend.start_trainer(name, self.trainer_plan(self.run.plan, policy))
+        committed = self.run.ledger.policies[policy]
+        await trainer.load(weights_uri=committed.uri, state_path=committed.state_path)
+        return trainer
+
+
+def tokenizer_dirs(ledger: Ledger) -> dict[str, str]:
+    """Where each policy's tokenizer lies: beside its committed weights."""
+    return {policy: committed.uri for policy, committed in ledger.policies.items()}
+
+
+def _with_overrides(plan: WorkloadPlan, config: SessionConfig) -> Training:
+    overrides = config.training.model_dump(exclude_none=True, exclude={"eval_tasks"})
+    return Training.parse({**plan.training, **overrides})
+
+
+def _refuse_another(config: SessionConfig, code_hash: str, report: dict[str, Any]) -> None:
+    for name, mine in (("config", config.config_hash()), ("code", code_hash)):
+        stored = report[f"{name}_hash"]
+        if stored != mine:
+            raise SessionError(
+                f"run {config.run} was made with {name} {stored}, this request has {mine}: "
+                f"use another run name, or the same {name}"
+            )

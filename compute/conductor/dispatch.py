@@ -1,0 +1,175 @@
+"""Sends ready calls to engines, balanced within each policy; turns engine failures into re-entry or failure.
+
+A call that ran past its deadline, or whose engine went away, re-enters the ready queue with a new request id
+(a retry is a new sample, so the old one is aborted first and never counted).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.engines.protocol import (
+    Completion,
+    Engine,
+    EngineError,
+    EngineUnavailable,
+    FinishReason,
+    GenerateRequest,
+)
+from megloom.compute.graph.meg import ExecutionGraph, Vertex
+from megloom.compute.graph.seeds import stable_id
+from megloom.compute.graph.states import InvocationState
+from megloom.compute.scheduling.balance import Balancer, Lease
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3  # of one call; then the call fails and its workflow decides
+
+
+class CallEnds(Protocol):
+    """Who hears of a call's end."""
+
+    def call_finished(self, vertex: Vertex) -> None: ...
+    def call_failed(self, vertex: Vertex, failure: str) -> None: ...
+
+
+class Dispatcher:
+    """Owns the ready queues and the requests in flight of every policy."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        graph: ExecutionGraph,
+        stop_ids: Mapping[str, tuple[int, ...]],
+        call_timeout_s: float,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        self._run, self._graph, self._stop_ids = run, graph, stop_ids
+        self._call_timeout_s, self._tasks = call_timeout_s, tasks
+        self._clock, self._events = clock, events
+        self._queues: dict[str, deque[str]] = {}
+        self._balancers: dict[str, Balancer] = {}
+        self._engines: dict[str, Engine] = {}
+        self._policy_of: dict[str, str] = {}
+        self._requests: dict[str, tuple[str, str]] = {}  # running invocation → (cell, request id)
+        self.ends: CallEnds | None = None
+
+    def add_engine(self, cell: str, *, policy: str, capacity: int) -> None:
+        self._balancers.setdefault(policy, Balancer()).add(cell, capacity=capacity)
+        self._queues.setdefault(policy, deque())
+        self._policy_of[cell] = policy
+
+    def engine_up(self, cell: str, engine: Engine) -> None:
+        """The engine serves the committed version; waiting calls flow to it."""
+        self._engines[cell] = engine
+        self._balancers[self._policy_of[cell]].mark_up(cell)
+        self._events.add("engine_up", cell=cell)
+        self._pump(self._policy_of[cell])
+
+    def engine_down(self, cell: str, cause: str) -> None:
+        """No more calls go there; those in flight fail on their own connection and re-enter."""
+        self._balancers[self._policy_of[cell]].mark_down(cell)
+        self._events.add("engine_down", cell=cell, cause=cause[:200])
+
+    def engines_of(self, policy: str) -> dict[str, Engine]:
+        """The engines of a policy that are in service."""
+        balancer = self._balancers.get(policy)
+        return {cell: self._engines[cell] for cell in balancer.up()} if balancer else {}
+
+    def submit(self, vertex: Vertex) -> None:
+        """Queues a ready call. It starts as soon as an engine of its policy has room."""
+        self._queues[vertex.policy].append(vertex.invocation_id)
+        self._pump(vertex.policy)
+
+    def abort(self, vertices: list[Vertex]) -> None:
+        """Aborts calls whose episode no longer wants them."""
+        for vertex in vertices:
+            if request := self._requests.get(vertex.invocation_id):
+                self._tasks.create_task(self._abort(*request), name=f"abort:{vertex.invocation_id}")
+
+    def waiting(self, policy: str) -> int:
+        return len(self._queues[policy])
+
+    def _pump(self, policy: str) -> None:
+        queue, balancer = self._queues[policy], self._balancers[policy]
+        while queue:
+            vertex = self._graph.get(queue[0])
+            if vertex is None or vertex.state is not InvocationState.READY:
+                queue.popleft()  # cancelled while it waited
+                continue
+            rid = stable_id(self._run, vertex.invocation_id, vertex.attempt)
+            lease = balancer.acquire(rid, len(vertex.prompt_ids or ()) + vertex.max_tokens)
+            if lease is None:
+                return
+            queue.popleft()
+            self._graph.start(vertex.invocation_id, cell=lease.cell, now=self._clock())
+            self._requests[vertex.invocation_id] = (lease.cell, rid)
+            self._tasks.create_task(self._generate(vertex, lease), name=f"call:{vertex.invocation_id}")
+
+    async def _generate(self, vertex: Vertex, lease: Lease) -> None:
+        """Runs one request to its end. Ends always: by answer, failure or deadline."""
+        attempt = vertex.attempt
+        retry, failure, completion = False, "", None
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                completion = await self._engines[lease.cell].generate(self._request(vertex, lease.request_id))
+            if completion.finish_reason is FinishReason.ABORT or not completion.token_ids:
+                retry, failure = (
+                    True,
+                    f"engine {lease.cell} gave {len(completion.token_ids)} tokens and aborted",
+                )
+                completion = None
+        except TimeoutError:
+            retry, failure = True, f"no answer from {lease.cell} within {self._call_timeout_s:g} s"
+            await self._abort(lease.cell, lease.request_id)
+        except EngineUnavailable as error:
+            retry, failure = True, str(error)
+        except EngineError as error:
+            failure = str(error)
+        finally:
+            self._requests.pop(vertex.invocation_id, None)
+            self._balancers[vertex.policy].release(lease)
+        if vertex.state is InvocationState.RUNNING and vertex.attempt == attempt:
+            self._end(vertex, completion, retry, failure)
+        self._pump(vertex.policy)
+
+    def _end(self, vertex: Vertex, completion: Completion | None, retry: bool, failure: str) -> None:
+        assert self.ends is not None
+        if completion is not None:
+            vertex.token_ids, vertex.logprobs = completion.token_ids, completion.logprobs
+            vertex.version_spans = tuple((s.version, s.start, s.end) for s in completion.version_spans)
+            vertex.finish_reason = completion.finish_reason.value
+            self.ends.call_finished(vertex)
+        elif retry and vertex.attempt + 1 < MAX_ATTEMPTS:
+            self._events.add("call_reentered", invocation=vertex.invocation_id, cause=failure[:200])
+            self._graph.reenter(vertex.invocation_id, now=self._clock())
+            self._queues[vertex.policy].append(vertex.invocation_id)
+        else:
+            self._events.add("call_failed", invocation=vertex.invocation_id, cause=failure[:200])
+            self.ends.call_failed(vertex, failure)
+
+    def _request(self, vertex: Vertex, rid: str) -> GenerateRequest:
+        assert vertex.prompt_ids is not None
+        return GenerateRequest(
+            rid=rid,
+            token_ids=vertex.prompt_ids,
+            max_tokens=vertex.max_tokens,
+            temperature=vertex.temperature,
+            seed=vertex.seed,
+            stop_token_ids=self._stop_ids[vertex.policy],
+            training=True,
+        )
+
+    async def _abort(self, cell: str, rid: str) -> None:
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                await self._engines[cell].abort(rid)
+        except (EngineError, TimeoutError) as error:
+            log.warning("abort of rid=%s on cell=%s failed: %s", rid, cell, error)

@@ -1,0 +1,284 @@
+"""Runs episodes: places attempts on workload workers, feeds the graph with their calls, records how they end.
+
+Each attempt has one absolute deadline over all its phases. A lost worker costs an attempt, never the episode;
+a timeout, a failed workflow or an unscorable result is data: recorded once, with its boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megloom.compute.conductor.dispatch import Dispatcher
+from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.conductor.recording import episode_records
+from megloom.compute.graph.meg import ExecutionGraph, Vertex
+from megloom.compute.graph.records import EdgeKind
+from megloom.compute.graph.seeds import derive_seed
+from megloom.compute.graph.states import EpisodeState, InvocationState
+from megloom.compute.rollout.protocol import (
+    CallAnswer,
+    CallOpened,
+    CallPrompt,
+    EpisodeOrder,
+    EpisodeOutcome,
+    Worker,
+    WorkerLost,
+    WorkloadError,
+    WorkloadPlan,
+)
+
+log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3  # starts of one episode whose worker was lost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """An episode to run. `purpose` is "train" or "eval"; `epoch` and `member` make its seeds its own."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    split: str
+    purpose: str
+    step: int
+    epoch: int
+    member: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedEpisode:
+    """An episode's last attempt with all of its calls."""
+
+    episode: Episode
+    outcome: EpisodeOutcome
+    vertices: list[Vertex]
+
+    @property
+    def is_scored(self) -> bool:
+        return self.outcome.state == EpisodeState.SCORED.value
+
+
+class EpisodeDesk:
+    """Owns the episodes in flight. Workers announce calls here; the dispatcher reports their ends here."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        seed: int,
+        plan: WorkloadPlan,
+        graph: ExecutionGraph,
+        dispatcher: Dispatcher,
+        record: Callable[[Any], None],
+        max_episodes: int,
+        timeout_s: float,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        self._run, self._seed, self._plan, self._graph = run, seed, plan, graph
+        self._dispatcher, self._record = dispatcher, record
+        self._timeout_s, self._clock, self._events = timeout_s, clock, events
+        self._slots = asyncio.Semaphore(max_episodes)
+        self._workers: dict[str, Worker] = {}
+        self._load: dict[str, int] = {}
+        self._worker_up = asyncio.Event()
+        self._running: dict[str, tuple[Episode, Worker]] = {}
+        self.suspects: asyncio.Queue[str] = asyncio.Queue()  # workers that let a deadline pass
+        dispatcher.ends = self
+
+    def worker_up(self, name: str, worker: Worker) -> None:
+        self._workers[name] = worker
+        self._load.setdefault(name, 0)
+        self._worker_up.set()
+
+    def worker_down(self, name: str) -> None:
+        self._workers.pop(name, None)
+        if not self._workers:
+            self._worker_up.clear()
+
+    def describe_wait(self) -> str:
+        """What the episodes in flight wait for, in one line."""
+        oldest = next(iter(self._running.values()), None)
+        if oldest is None:
+            return "no episode in flight"
+        return (
+            f"{len(self._running)} episodes in flight; {oldest[0].episode_id}: {self._open_calls(oldest[0])}"
+        )
+
+    def workers(self) -> dict[str, Worker]:
+        """The workers that are up, by name."""
+        return dict(self._workers)
+
+    async def any_worker(self) -> Worker:
+        """A worker that is up; waits for one."""
+        return self._workers[await self._pick_worker()]
+
+    async def run(self, episode: Episode) -> EndedEpisode:
+        """Runs an episode to a terminal state and records it. Raises only for control-plane errors."""
+        async with self._slots:
+            for attempt in range(MAX_ATTEMPTS):
+                ended = await self._attempt(episode, attempt)
+                lost = ended.outcome.boundary == "worker"
+                if not lost or attempt + 1 == MAX_ATTEMPTS:
+                    return ended
+        raise AssertionError("unreachable: the last attempt returns")
+
+    async def _attempt(self, episode: Episode, attempt: int) -> EndedEpisode:
+        started_s = self._clock()
+        name, outcome = "", None
+        order = EpisodeOrder(
+            episode_id=episode.episode_id, task_id=episode.task_id, split=episode.split, attempt=attempt
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                name = await self._pick_worker()
+                worker = self._workers[name]
+                self._running[episode.episode_id] = (episode, worker)
+                self._load[name] += 1
+                outcome = await worker.run_episode(order)
+        except TimeoutError:
+            waited_for = self._open_calls(episode)
+            text = f"not finished within {self._timeout_s:g} s, waiting for: {waited_for}"
+            outcome = self._failed(episode, "deadline", text)
+            if name in self._workers:
+                self._workers[name].cancel(episode.episode_id, attempt)
+                self.suspects.put_nowait(name)
+        except WorkerLost as error:
+            outcome = self._failed(episode, "worker", str(error))
+        except WorkloadError as error:
+            outcome = self._failed(episode, "workflow", str(error))
+        finally:
+            if name:
+                self._load[name] -= 1
+            self._running.pop(episode.episode_id, None)
+            open_calls = self._graph.cancel_open(episode.episode_id, "its episode ended", now=self._clock())
+            self._dispatcher.abort(open_calls)
+            vertices = self._graph.take(episode.episode_id)
+        return self._close(episode, attempt, outcome, vertices, started_s)
+
+    def _close(
+        self,
+        episode: Episode,
+        attempt: int,
+        outcome: EpisodeOutcome,
+        vertices: list[Vertex],
+        started_s: float,
+    ) -> EndedEpisode:
+        if outcome.failure is not None:
+            self._events.add(
+                "episode_failed",
+                episode=episode.episode_id,
+                attempt=attempt,
+                boundary=outcome.boundary,
+                cause=outcome.failure[:200],
+            )
+        for warning in outcome.warnings:
+            self._events.add("warning", episode=episode.episode_id, text=warning)
+        for record in episode_records(
+            run=self._run,
+            step=episode.step,
+            purpose=episode.purpose,
+            group_id=episode.group_id,
+            task_id=episode.task_id,
+            member=episode.member,
+            attempt=attempt,
+            reward_hash=self._plan.reward_hash,
+            outcome=outcome,
+            vertices=vertices,
+            started_s=started_s,
+            finished_s=self._clock(),
+        ):
+            self._record(record)
+        return EndedEpisode(episode=episode, outcome=outcome, vertices=vertices)
+
+    async def _pick_worker(self) -> str:
+        """The worker with the fewest episodes; waits for one if none is up."""
+        while not self._workers:
+            await self._worker_up.wait()
+        return min(self._workers, key=lambda name: (self._load[name], name))
+
+    def _failed(self, episode: Episode, boundary: str, failure: str) -> EpisodeOutcome:
+        return EpisodeOutcome(
+            episode_id=episode.episode_id,
+            state=EpisodeState.FAILED.value,
+            reward=None,
+            calls=(),
+            failure=failure,
+            boundary=boundary,
+        )
+
+    def _open_calls(self, episode: Episode) -> str:
+        open_calls = [
+            f"{v.agent} call {v.invocation_id} is {v.state} on {v.cell or 'no engine'}"
+            for v in self._graph.of_episode(episode.episode_id)
+            if v.state in (InvocationState.BLOCKED, InvocationState.READY, InvocationState.RUNNING)
+        ]
+        return "; ".join(open_calls) or "user code, no call was open"
+
+    # --- what workers announce
+
+    def call_opened(self, call: CallOpened) -> None:
+        running = self._running.get(call.episode_id)
+        if running is None:
+            return  # a late announcement of an attempt that has ended
+        episode, _ = running
+        agent = self._plan.agents[call.agent]
+        vertex = Vertex(
+            invocation_id=call.invocation_id,
+            episode_id=call.episode_id,
+            agent=call.agent,
+            policy=agent.policy,
+            index=call.index,
+            parents=tuple((parent, EdgeKind(kind)) for parent, kind in call.parents),
+            registered_s=self._clock(),
+            seed=self._call_seed(episode, call),
+            temperature=agent.temperature,
+            max_tokens=agent.max_tokens,
+            prompt_ids=call.prompt_ids,
+        )
+        if self._graph.add(vertex, now=self._clock()):
+            self._dispatcher.submit(vertex)
+
+    def call_prompt(self, prompt: CallPrompt) -> None:
+        if prompt.invocation_id not in self._graph:
+            return
+        vertex = self._graph[prompt.invocation_id]
+        if vertex.state is not InvocationState.BLOCKED:
+            return
+        if self._graph.set_prompt(prompt.invocation_id, prompt.prompt_ids, now=self._clock()):
+            self._dispatcher.submit(vertex)
+
+    def _call_seed(self, episode: Episode, call: CallOpened) -> int:
+        attempt = call.invocation_id.rpartition("-i")[0].rpartition("-a")[2]
+        place = (episode.task_id, episode.epoch, episode.member, call.agent, call.index, attempt)
+        return derive_seed(self._seed, episode.purpose, *place)
+
+    # --- what the dispatcher reports
+
+    def call_finished(self, vertex: Vertex) -> None:
+        unblocked = self._graph.finish(vertex.invocation_id, now=self._clock())
+        self._answer(vertex, failure=None, unblocked=tuple(unblocked))
+
+    def call_failed(self, vertex: Vertex, failure: str) -> None:
+        cancelled = self._graph.fail(vertex.invocation_id, failure, now=self._clock())
+        self._answer(vertex, failure=failure, unblocked=())
+        for name in cancelled:
+            self._answer(self._graph[name], failure=f"parent {vertex.invocation_id} failed", unblocked=())
+
+    def _answer(self, vertex: Vertex, *, failure: str | None, unblocked: tuple[str, ...]) -> None:
+        running = self._running.get(vertex.episode_id)
+        if running is None:
+            return
+        running[1].answer(
+            CallAnswer(
+                invocation_id=vertex.invocation_id,
+                token_ids=vertex.token_ids,
+                finish_reason=vertex.finish_reason or "",
+                failure=failure,
+                unblocked=unblocked,
+            )
+        )

@@ -1,0 +1,166 @@
+"""A session's cells as real processes of the local cluster. Implements `Backend`.
+
+Edge of the conductor: paths, sockets and tokens live here; the token protects the engines' HTTP routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megloom.compute.cluster.local import LocalCluster
+from megloom.compute.cluster.protocol import ClusterError, ProcessSpec
+from megloom.compute.conductor.backend import CellExit
+from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.engines.client import HttpEngine
+from megloom.compute.engines.protocol import Engine
+from megloom.compute.rollout.client import WorkerClient, connect_worker
+from megloom.compute.rollout.protocol import EpisodeEvents
+from megloom.compute.trainers.client import TrainerClient, connect_trainer
+from megloom.compute.trainers.protocol import TrainerPlan
+
+log = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 60.0  # a forked child listens within a second; a first import may take longer
+STOP_GRACE_S = 2.0
+
+
+class LocalBackend:
+    """One session's cells. Process names are `<run>:<cell>`; sockets lie in a private short-named folder."""
+
+    def __init__(self, *, config: SessionConfig, home: Path, cluster: LocalCluster) -> None:
+        self.exits: asyncio.Queue[CellExit] = asyncio.Queue()  # bounded by the number of cells
+        self._config, self._home, self._cluster = config, home, cluster
+        self._prefix = f"{config.run}:"
+        self._sockets = Path(tempfile.mkdtemp(prefix="megloom-"))  # unix socket paths are at most 107 bytes
+        self._token = secrets.token_hex(16)
+        self._clients: dict[str, Any] = {}
+        self._lives: dict[str, int] = {}
+        self._stopping: set[str] = set()
+        self._watch = asyncio.get_running_loop().create_task(self._forward_exits(), name="backend:exits")
+
+    async def start_worker(self, name: str, events: EpisodeEvents) -> WorkerClient:
+        socket = self._socket(name)
+        args = {
+            "socket": str(socket),
+            "workload": self._config.workload,
+            "data_dir": str(self._home / "data"),
+            "import_paths": list(self._config.import_paths),
+        }
+        await self._start(name, "megloom.compute.rollout.worker:serve", args)
+        client = await self._connected(
+            name, connect_worker(name, socket, events, timeout_s=CONNECT_TIMEOUT_S)
+        )
+        self._clients[name] = client
+        return client
+
+    async def start_trainer(self, name: str, plan: TrainerPlan) -> TrainerClient:
+        socket = self._socket(name)
+        args = {"socket": str(socket), "plan": asdict(plan), "cache_dir": str(self._home / "models")}
+        await self._start(name, "megloom.compute.trainers.server:serve", args)
+        connecting = connect_trainer(plan.policy, socket, timeout_s=CONNECT_TIMEOUT_S)
+        client = await self._connected(name, connecting)
+        self._clients[name] = client
+        return client
+
+    async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine:
+        address_file = self._socket(name).with_suffix(".json")
+        args = {
+            "model_dir": uri,
+            "policy": policy,
+            "version": version,
+            "token": self._token,
+            "address_file": str(address_file),
+            "incarnation": f"{name}.{self._lives.get(name, 0)}",
+            "max_slots": self._config.cells.engine_slots,
+            "device": self._config.cells.device,
+            "threads": self._config.cells.threads,
+        }
+        await self._start(name, "megloom.compute.engines.server:serve_values", args)
+        address = await self._connected(name, _read_address(address_file))
+        engine = HttpEngine(f"http://{address['host']}:{address['port']}", self._token)
+        await engine.info()
+        self._clients[name] = engine
+        return engine
+
+    async def stop(self, name: str) -> None:
+        client = self._clients.pop(name, None)
+        if client is not None:
+            await client.close()
+        full = self._prefix + name
+        if self._cluster.pid(full) is not None:
+            self._stopping.add(full)
+            await self._cluster.kill(full, grace_s=STOP_GRACE_S)
+
+    async def close(self) -> None:
+        """Ends every cell of the session."""
+        self._watch.cancel()
+        names = [name.removeprefix(self._prefix) for name in self._cluster.names(self._prefix)]
+        await asyncio.gather(*(self.stop(name) for name in {*names, *self._clients}))
+        self._cluster.unwatch(self._prefix)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _start(self, name: str, entry: str, args: dict[str, Any]) -> None:
+        self._lives[name] = self._lives.get(name, 0) + 1
+        await self._cluster.start(ProcessSpec(name=self._prefix + name, entry=entry, args=args))
+
+    async def _connected(self, name: str, connecting: Any) -> Any:
+        """The result of `connecting`, unless the process ends first.
+
+        Raises: ClusterError with the process's last log lines.
+        """
+        task = asyncio.ensure_future(connecting)
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=0.25)
+                if done:
+                    return task.result()
+                if self._cluster.pid(self._prefix + name) is None:
+                    tail = self._cluster.log_tail(self._prefix + name)
+                    raise ClusterError(f"{name} ended at its start; its log ends:\n{tail}")
+        except TimeoutError as error:
+            tail = self._cluster.log_tail(self._prefix + name)
+            raise ClusterError(f"{name}: {error}; its log ends:\n{tail}") from None
+        finally:
+            task.cancel()
+
+    async def _forward_exits(self) -> None:
+        """Consumes the cluster's exits. Waits for one. Woken by it; asked-for exits are not reported."""
+        queue = self._cluster.watch(self._prefix)
+        while True:
+            exit_ = await queue.get()
+            if exit_.name in self._stopping:
+                self._stopping.discard(exit_.name)
+                continue
+            cause = f"exit code {exit_.code}; log ends: {exit_.log_tail[-1000:].strip()}"
+            self.exits.put_nowait(CellExit(name=exit_.name.removeprefix(self._prefix), cause=cause))
+
+    def _socket(self, name: str) -> Path:
+        life = self._lives.get(name, 0)
+        return self._sockets / f"{name.replace('/', '.')}.{life}"
+
+
+async def _read_address(path: Path) -> dict[str, Any]:
+    """The address that an engine publishes once it listens.
+
+    Raises: TimeoutError naming the file.
+    """
+    deadline = asyncio.get_running_loop().time() + CONNECT_TIMEOUT_S
+    while (text := _read_if_there(path)) is None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise TimeoutError(f"no address in {path} after {CONNECT_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(0.02)
+    return dict(json.loads(text))
+
+
+def _read_if_there(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None

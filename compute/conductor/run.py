@@ -1,0 +1,80 @@
+"""What a step of a session works with: the run's fixed parts, and the few that move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.conductor.dispatch import Dispatcher
+from megloom.compute.conductor.episodes import EpisodeDesk
+from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.conductor.gradients import GradientLane
+from megloom.compute.conductor.ledger import Ledger
+from megloom.compute.conductor.publisher import Publisher
+from megloom.compute.conductor.reports import StepReport
+from megloom.compute.conductor.samples import Advantages, Aggregation
+from megloom.compute.rollout.protocol import WorkloadPlan
+from megloom.compute.store.store import MegStore
+from megloom.compute.workload import Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPaths:
+    """Where a run's files lie, all under the service's home."""
+
+    home: Path
+    run: str
+
+    @property
+    def store_root(self) -> str:
+        return str(self.home / "store")
+
+    @property
+    def journal(self) -> Path:
+        return self.home / "runs" / self.run / "journal.sqlite"
+
+    @property
+    def events(self) -> Path:
+        return self.home / "runs" / self.run / "events.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.home / "runs" / self.run / "config.json"
+
+    def weights(self, policy: str) -> str:
+        return str(self.home / "store" / "weights" / self.run / policy)
+
+    def state(self, policy: str, step: int) -> str:
+        return str(self.home / "runs" / self.run / "state" / policy / f"s{step:06d}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """A session's parts. Only the step loop writes `ledger`; the rest is fixed once it is up."""
+
+    config: SessionConfig
+    paths: RunPaths
+    plan: WorkloadPlan
+    training: Training
+    train_ids: Sequence[str]
+    eval_ids: Sequence[str]
+    advantages: Mapping[str, Advantages]
+    aggregations: Mapping[str, Aggregation]
+    lanes: Mapping[str, GradientLane]
+    desk: EpisodeDesk
+    dispatcher: Dispatcher
+    store: MegStore
+    ledger: Ledger
+    clock: Clock
+    wall_time: Callable[[], str]
+    events: EventLog
+    code_hash: str
+    epoch: int
+    publisher: Publisher = field(init=False)  # needs the supervisor, which needs the run
+    on_commit: Callable[[StepReport], None] = field(default=lambda report: None)
+
+    @property
+    def name(self) -> str:
+        return self.config.run

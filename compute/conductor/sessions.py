@@ -1,0 +1,117 @@
+"""The sessions of a service: starts, finds and ends them. One active session per run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from megloom.compute.cluster.local import LocalCluster
+from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.conductor.local_backend import LocalBackend
+from megloom.compute.conductor.reports import ENDED
+from megloom.compute.conductor.run import RunPaths
+from megloom.compute.conductor.session import Session
+from megloom.compute.state.weights import discard_after
+from megloom.compute.store.offload import ThreadOffload
+from megloom.compute.store.sqlite_journal import SqliteJournal
+from megloom.compute.store.store import MegStore
+
+log = logging.getLogger(__name__)
+
+
+class SessionConflict(Exception):
+    """The run is active with another configuration."""
+
+
+class UnknownRun(Exception):
+    """No session of that name in this service."""
+
+
+class SessionTable:
+    """Owns the tasks of all sessions of this service."""
+
+    def __init__(
+        self, *, home: Path, cluster: LocalCluster, epoch: int, wall_time: Callable[[], str]
+    ) -> None:
+        self._home, self._cluster, self._epoch, self._wall_time = home, cluster, epoch, wall_time
+        self._sessions: dict[str, Session] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, config: SessionConfig) -> Session:
+        """Starts a session, or returns the active one of that run.
+
+        Raises: SessionConflict if the active one has another configuration.
+        """
+        active = self._sessions.get(config.run)
+        if active is not None and active.state not in ENDED:
+            if active.config.config_hash() != config.config_hash():
+                raise SessionConflict(f"run {config.run} is active with another configuration")
+            active.renew_lease()
+            return active
+        if config.run in self._tasks:
+            await asyncio.wait([self._tasks[config.run]])
+        ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        self._tasks[config.run] = asyncio.get_running_loop().create_task(
+            self._live(config, ready), name=f"session:{config.run}"
+        )
+        await asyncio.wait([self._tasks[config.run], ready], return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            self._tasks[config.run].result()
+        return await ready
+
+    def get(self, run: str) -> Session:
+        """Raises: UnknownRun naming the runs that are known."""
+        if run not in self._sessions:
+            known = ", ".join(sorted(self._sessions)) or "none"
+            raise UnknownRun(f"no session for run {run!r} in this service (known: {known})")
+        return self._sessions[run]
+
+    def all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    async def cancel(self, run: str) -> Session:
+        """Stops a session for good; returns when its processes are gone."""
+        session = self.get(run)
+        task = self._tasks[run]
+        task.cancel()
+        await asyncio.wait([task])
+        return session
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def _live(self, config: SessionConfig, ready: asyncio.Future[Session]) -> None:
+        """One session's whole life, with its journal and its thread."""
+        paths = RunPaths(home=self._home, run=config.run)
+        paths.journal.parent.mkdir(parents=True, exist_ok=True)
+        paths.config.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
+        async with AsyncExitStack() as stack:
+            offload = stack.enter_context(ThreadOffload(f"store-{config.run}"))
+            journal = await stack.enter_async_context(SqliteJournal.open(paths.journal, offload))
+
+            def write_events(lines: list[str]) -> None:
+                with paths.events.open("a") as file:
+                    file.writelines(f"{line}\n" for line in lines)
+
+            session = Session(
+                config=config,
+                backend=LocalBackend(config=config, home=self._home, cluster=self._cluster),
+                store=MegStore(root=paths.store_root, journal=journal, offload=offload),
+                paths=paths,
+                epoch=self._epoch,
+                wall_time=self._wall_time,
+                write_events=write_events,
+                discard_uncommitted=lambda policy, version: discard_after(
+                    Path(paths.weights(policy)), version
+                ),
+            )
+            self._sessions[config.run] = session
+            ready.set_result(session)
+            await session.run()

@@ -1,0 +1,111 @@
+"""Keeps a session's cells alive: restarts engines and workers that died or no longer answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from megloom.compute.conductor.backend import Backend
+from megloom.compute.conductor.config import Cells
+from megloom.compute.conductor.run import Run
+from megloom.compute.rollout.protocol import EpisodeEvents, WorkerLost, WorkloadError
+
+log = logging.getLogger(__name__)
+MAX_RESTARTS = 10  # of one cell in a session: more is a bug that a restart does not mend
+BACKOFF_S = 0.5  # before the second restart of a cell, doubled for each later one, at most 30 s
+ANSWER_TIMEOUT_S = 20.0  # for a worker whose episode ran past its deadline
+
+
+class CellLost(Exception):
+    """A cell died too often."""
+
+
+class Supervisor:
+    """Trainers are not restarted here: their lane notices the loss in a verb and replays its step."""
+
+    def __init__(
+        self,
+        *,
+        run: Run,
+        backend: Backend,
+        worker_events: EpisodeEvents,
+        tokenizers: Callable[[], dict[str, str]],
+    ) -> None:
+        self._run, self._backend = run, backend
+        self._worker_events, self._tokenizers = worker_events, tokenizers
+        self._restarts: dict[str, int] = {}
+        self._policy_of: dict[str, str] = {}
+
+    async def start_engines(self, cells: Cells) -> None:
+        """Starts every engine on its policy's committed version."""
+        for policy in self._run.plan.policies:
+            for number in range(cells.engines_per_policy):
+                cell = f"engine/{policy}/{number}"
+                self._policy_of[cell] = policy
+                self._run.dispatcher.add_engine(cell, policy=policy, capacity=cells.engine_slots)
+        async with asyncio.TaskGroup() as tasks:
+            for cell in self._policy_of:
+                tasks.create_task(self._start_engine(cell), name=f"start:{cell}")
+
+    async def watch(self) -> None:
+        """Consumes exits of cells. Waits for the backend. Woken by each exit."""
+        while True:
+            exit_ = await self._backend.exits.get()
+            self._run.events.add("cell_exit", cell=exit_.name, cause=exit_.cause[-300:])
+            if exit_.name in self._policy_of:
+                await self.restart_engine(exit_.name, exit_.cause)
+            elif exit_.name.startswith("worker/"):
+                await self._restart_worker(exit_.name, exit_.cause)
+
+    async def check_suspects(self) -> None:
+        """Consumes workers that let a deadline pass. Waits for the desk. Woken by each such episode."""
+        while True:
+            name = await self._run.desk.suspects.get()
+            worker = self._run.desk.workers().get(name)
+            if worker is None:
+                continue
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await worker.describe()
+            except TimeoutError:
+                await self._restart_worker(name, f"did not answer within {ANSWER_TIMEOUT_S:g} s")
+            except (WorkerLost, WorkloadError):
+                continue  # its exit is reported apart
+
+    async def restart_engine(self, cell: str, cause: str) -> None:
+        """Fences an engine, ends it and starts it on the committed version. Also the publisher's fence."""
+        self._run.dispatcher.engine_down(cell, cause)
+        await self._back_off(cell, cause)
+        await self._backend.stop(cell)
+        await self._start_engine(cell)
+
+    async def _start_engine(self, cell: str) -> None:
+        policy = self._policy_of[cell]
+        while True:
+            committed = self._run.ledger.policies[policy]
+            engine = await self._backend.start_engine(
+                cell, policy=policy, uri=committed.uri, version=committed.version
+            )
+            if committed.version == self._run.ledger.policies[policy].version:
+                break
+            await self._backend.stop(cell)  # a newer version was committed while it started
+        self._run.dispatcher.engine_up(cell, engine)
+
+    async def _restart_worker(self, name: str, cause: str) -> None:
+        self._run.desk.worker_down(name)
+        await self._back_off(name, cause)
+        await self._backend.stop(name)
+        worker = await self._backend.start_worker(name, self._worker_events)
+        await worker.tasks("train")
+        await worker.tasks("eval")
+        await worker.load_tokenizers(self._tokenizers())
+        self._run.desk.worker_up(name, worker)
+        self._run.events.add("worker_up", cell=name)
+
+    async def _back_off(self, cell: str, cause: str) -> None:
+        number = self._restarts[cell] = self._restarts.get(cell, 0) + 1
+        if number > MAX_RESTARTS:
+            raise CellLost(f"{cell} ended {number} times; last cause: {cause}")
+        if number > 1:
+            await asyncio.sleep(min(30.0, BACKOFF_S * 2 ** (number - 2)))

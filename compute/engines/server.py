@@ -1,0 +1,221 @@
+"""Starts the local torch engine: loads a model, binds a port, serves until SIGTERM.
+
+`serve` is called in a freshly forked child of a process that has torch imported, or through
+`python -m megloom.compute.engines.server`. The address is published as a file, since the port is usually
+chosen by the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from megloom.compute.engines.batcher import Batcher
+from megloom.compute.engines.checkpoint import ModelConfig, read_config, read_tensors, verify
+from megloom.compute.engines.http_app import EngineApp, EngineIdentity
+from megloom.compute.engines.model import SlotModel, Weights, pack_weights
+from megloom.compute.engines.service import EngineService
+from megloom.compute.engines.slots import SlotCache
+from megloom.compute.engines.wire import Limits
+
+TOKEN_VARIABLE = "MEGLOOM_ENGINE_TOKEN"  # the command line would show the token to every user of the host
+_KEEP_ALIVE_S = 600  # far above any client's: a connection closed under a request looks like a dead engine
+_GRACE_S = 2  # for answers in flight at shutdown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineArgs:
+    """How to start an engine. `port` 0 lets the kernel choose; `context_length` None takes the model's."""
+
+    model_dir: str
+    policy: str
+    version: int
+    token: str = field(repr=False)
+    address_file: str
+    incarnation: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_slots: int = 128
+    context_length: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    prefill_budget_tokens: int = 1024
+
+
+def build_app(args: EngineArgs) -> tuple[EngineService, EngineApp]:
+    """Returns the service and its HTTP application, with the model loaded.
+
+    Raises: ValueError, FileNotFoundError if the model cannot be served as asked.
+    """
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    config = read_config(args.model_dir)
+    context_length = args.context_length or config.max_position_embeddings
+    if context_length > config.max_position_embeddings:
+        raise ValueError(
+            f"context_length {context_length} exceeds the model's {config.max_position_embeddings} positions"
+        )
+
+    def read_weights(model_path: str, digest: str | None) -> Weights:
+        new_config: ModelConfig = read_config(model_path)
+        if new_config != config:
+            raise ValueError(f"{model_path}: config {new_config} differs from the served {config}")
+        verify(model_path, digest)
+        return pack_weights(read_tensors(model_path, config, device=device, dtype=dtype), config)
+
+    batcher = Batcher(
+        SlotModel(config, read_weights(args.model_dir, None), device=device),
+        SlotCache(config, device=device, dtype=dtype),
+        version=args.version,
+        max_slots=args.max_slots,
+        prefill_budget_tokens=args.prefill_budget_tokens,
+        device=device,
+    )
+    service = EngineService(batcher, read_weights)
+    service.model_path = args.model_dir
+    limits = Limits(
+        vocab_size=config.vocab_size, context_length=context_length, eos_token_ids=config.eos_token_ids
+    )
+    identity = EngineIdentity(
+        policy=args.policy,
+        incarnation=args.incarnation,
+        model_type=config.architecture,
+        max_slots=args.max_slots,
+    )
+    return service, EngineApp(service, limits, identity, args.token)
+
+
+class _OneWriteTransport:
+    """A transport that sends all that is written in one turn of the loop by one system call.
+
+    Uvicorn writes head and body apart; for short answers the second call costs as much as the rest.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._chunks: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends the data in the next turn of the loop."""
+        if not self._chunks:
+            self._loop.call_soon(self._flush)
+        self._chunks.append(data)
+
+    def close(self) -> None:
+        """Sends what is left, then closes."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._chunks:
+            self._transport.write(b"".join(self._chunks))
+            self._chunks.clear()
+
+
+class _Protocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_OneWriteTransport(transport))  # type: ignore[arg-type]
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its own signal handling: that one re-raises SIGTERM, which ends in a non-zero exit."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _publish_address(path: Path, host: str, port: int) -> None:
+    """Writes the address whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}))
+    partial.replace(path)
+
+
+async def _serve(args: EngineArgs, listener: socket.socket) -> None:
+    service, engine_app = build_app(args)
+    server = _Server(
+        uvicorn.Config(
+            engine_app.app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    stepping = asyncio.create_task(service.run(), name="engine-steps")
+
+    def shut_down() -> None:
+        stepping.cancel()
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, shut_down)
+    stepping.add_done_callback(lambda _: shut_down())  # a failed step loop ends the server
+    host, port = listener.getsockname()[:2]
+    _publish_address(Path(args.address_file), host, port)
+    await server.serve(sockets=[listener])
+    stepping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await stepping
+
+
+def serve(args: EngineArgs) -> None:
+    """Serves until SIGTERM or SIGINT; live requests are then answered with their partial output.
+
+    Raises: ValueError, FileNotFoundError if the model cannot be served; whatever broke the step loop.
+    """
+    torch.set_num_threads(args.threads)
+    with socket.create_server((args.host, args.port), backlog=2048) as listener:
+        asyncio.run(_serve(args, listener))
+
+
+def parse_args(argv: list[str] | None = None) -> EngineArgs:
+    """Returns the arguments of the command line and the token of the environment; exits on a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megloom.compute.engines.server",
+        description=f"Local torch inference engine; the bearer token is read from ${TOKEN_VARIABLE}.",
+    )
+    for name in ("model-dir", "policy", "address-file", "incarnation"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--max-slots", type=int, default=128)
+    parser.add_argument("--context-length", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prefill-budget-tokens", type=int, default=1024)
+    parsed = vars(parser.parse_args(argv))
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        parser.error(f"the environment variable {TOKEN_VARIABLE} is not set")
+    return EngineArgs(token=token, **parsed)
+
+
+if __name__ == "__main__":
+    serve(parse_args())

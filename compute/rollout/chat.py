@@ -1,0 +1,93 @@
+"""Chat messages to token ids and back, with `tokenizers` and Jinja only (no torch, no transformers).
+
+Reads what `save_pretrained` writes: `tokenizer.json`, `tokenizer_config.json`, and the chat template in
+either or in `chat_template.jinja`. Parity with `AutoTokenizer.apply_chat_template` is a test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from megloom.compute.workload import Prompt
+
+
+class ChatError(ValueError):
+    """A tokenizer directory or a prompt that cannot be rendered."""
+
+
+class Chat:
+    """One policy's tokenizer and template. `stop_ids` end an answer."""
+
+    def __init__(self, directory: Path) -> None:
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        template = _read_template(directory, config)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string(template)
+        self._names = {
+            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
+        }
+        self.stop_ids = self._find_stops(directory)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The ids of a prompt, up to where the model's answer begins. A text is one user message.
+
+        Raises: ChatError if a message lacks a role or content, or the template refuses it.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        for position, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise ChatError(
+                    f"message {position}: expected a mapping with role and content, got {message!r}"
+                )
+        names = {name: text for name, text in self._names.items() if text is not None}
+        text = self._template.render(messages=messages, add_generation_prompt=True, **names)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_answer(self, answer: str) -> tuple[int, ...]:
+        """The ids of an answer to imitate, its stop token included."""
+        ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
+        return (*ids, self.stop_ids[0])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, special tokens left out. A view: ids stay the truth."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _find_stops(self, directory: Path) -> tuple[int, ...]:
+        stops: list[int] = []
+        if (eos := self._names["eos_token"]) is not None:
+            token_id = self._tokenizer.token_to_id(eos)
+            if token_id is not None:
+                stops.append(token_id)
+        generation = directory / "generation_config.json"
+        if generation.exists():
+            extra = json.loads(generation.read_text()).get("eos_token_id")
+            stops.extend(extra if isinstance(extra, list) else [] if extra is None else [extra])
+        if not stops:
+            raise ChatError(f"{directory}: no eos_token in tokenizer_config.json, so no answer could end")
+        return tuple(dict.fromkeys(stops))
+
+
+def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
+    beside = directory / "chat_template.jinja"
+    if beside.exists():
+        return beside.read_text()
+    template = config.get("chat_template")
+    if not isinstance(template, str):
+        raise ChatError(f"{directory}: no chat template (chat_template.jinja or tokenizer_config.json)")
+    return template
+
+
+def _token_text(value: Any) -> str | None:
+    return value["content"] if isinstance(value, dict) else value
+
+
+def _raise(message: str) -> None:
+    raise ChatError(f"chat template: {message}")

@@ -1,0 +1,102 @@
+"""Runs one episode attempt: the user's workflow, then the user's reward. Every failure becomes an outcome.
+
+This is the one place where an episode's failure is caught. It runs in a worker process, and unchanged in
+simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from megloom.compute.graph.states import EpisodeState
+from megloom.compute.rewards.scoring import RewardError, normalise
+from megloom.compute.rollout.protocol import CallScore, EpisodeOrder, EpisodeOutcome
+from megloom.compute.rollout.team import Call, CallBook, TeamHandle
+from megloom.compute.workload import CallFailed, Score, Workload
+
+log = logging.getLogger(__name__)
+
+
+class Finished:
+    """`megloom.compute.workload.FinishedEpisode`: the result and the calls that ended with an answer."""
+
+    def __init__(self, result: Any, calls: Sequence[Call]) -> None:
+        self.result, self.calls = result, calls
+
+    def of(self, agent: str) -> list[Call]:
+        return [call for call in self.calls if call.agent == agent]
+
+
+async def run_episode(workload: Workload, task: Any, order: EpisodeOrder, book: CallBook) -> EpisodeOutcome:
+    """Returns the attempt's outcome; raises only CancelledError."""
+    try:
+        result = await workload.workflow(task, TeamHandle(book))
+        if isinstance(result, Call):
+            result = await result
+    except CallFailed as error:
+        return _failed(order, book, EpisodeState.FAILED, "engine", str(error))
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # the boundary of user code: recorded once, with its place
+        return _failed(order, book, EpisodeState.FAILED, "workflow", _explain(error))
+    return _scored(workload, task, order, book, result)
+
+
+def _scored(
+    workload: Workload, task: Any, order: EpisodeOrder, book: CallBook, result: Any
+) -> EpisodeOutcome:
+    answered = [call for call in book.calls if call.is_done and not call.failed]
+    if not answered:
+        return _failed(order, book, EpisodeState.UNSCORABLE, "workflow", "the workflow made no finished call")
+    try:
+        value = workload.reward(task, Finished(result, answered))
+        score = normalise(value, calls={call.invocation_id: call.agent for call in answered})
+    except RewardError as error:
+        return _failed(order, book, EpisodeState.UNSCORABLE, "reward", str(error))
+    except Exception as error:  # the boundary of user code: no verdict is not a zero
+        return _failed(order, book, EpisodeState.UNSCORABLE, "reward", _explain(error))
+    return EpisodeOutcome(
+        episode_id=order.episode_id,
+        state=EpisodeState.SCORED.value,
+        reward=score.team,
+        calls=_calls(answered, score),
+        metrics={name: (float(pair[0]), int(pair[1])) for name, pair in score.metrics.items()},
+        warnings=tuple(book.warnings),
+    )
+
+
+def _failed(
+    order: EpisodeOrder, book: CallBook, state: EpisodeState, boundary: str, failure: str
+) -> EpisodeOutcome:
+    answered = [call for call in book.calls if call.is_done and not call.failed]
+    return EpisodeOutcome(
+        episode_id=order.episode_id,
+        state=state.value,
+        reward=None,
+        calls=_calls(answered, None),
+        failure=failure,
+        boundary=boundary,
+        warnings=tuple(book.warnings),
+    )
+
+
+def _calls(answered: Sequence[Call], score: Score | None) -> tuple[CallScore, ...]:
+    return tuple(
+        CallScore(
+            invocation_id=call.invocation_id,
+            text=call.text,
+            reward=score.calls[call.invocation_id] if score else None,
+        )
+        for call in answered
+    )
+
+
+def _explain(error: Exception) -> str:
+    """The error and the last frame of user code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

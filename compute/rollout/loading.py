@@ -1,0 +1,83 @@
+"""Loads a workload by its name and reports what was loaded: the plan, and the hashes of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from megloom.compute.graph.seeds import content_hash
+from megloom.compute.rollout.protocol import AgentPlan, WorkloadError, WorkloadPlan
+from megloom.compute.workload import Workload
+
+
+def load_workload(name: str) -> Workload:
+    """Imports `package.module:attribute`.
+
+    Raises: WorkloadError naming what is missing, or what the import raised.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the boundary of user code: a broken system file is bad input
+        raise WorkloadError(f"workload {name}: importing raised {type(error).__name__}: {error}") from error
+    workload = getattr(module, attribute, None)
+    if not isinstance(workload, Workload):
+        known = [key for key, value in vars(module).items() if isinstance(value, Workload)]
+        raise WorkloadError(
+            f"workload {name}: expected a Workload, found {type(workload).__name__} "
+            f"(workloads in {module_name}: {', '.join(known) or 'none'})"
+        )
+    return workload
+
+
+def plan_of(workload: Workload, *, modules: tuple[str, ...]) -> WorkloadPlan:
+    """The workload as plain data, with the hash of each named module's source file."""
+    return WorkloadPlan(
+        name=workload.name,
+        policies={name: policy.model_dump(mode="json") for name, policy in workload.policies.items()},
+        agents={
+            name: AgentPlan(
+                policy=agent.policy,
+                max_tokens=agent.sampling.max_tokens,
+                temperature=agent.sampling.temperature,
+            )
+            for name, agent in workload.agents.items()
+        },
+        training=workload.training.model_dump(mode="json"),
+        has_demonstrations=workload.demonstrate is not None,
+        reward_hash=reward_hash(workload),
+        code_hashes={name: module_hash(name) for name in modules},
+    )
+
+
+def code_modules(workload: Workload, name: str) -> tuple[str, ...]:
+    """The modules whose code the run depends on: the system's file and those of its functions."""
+    names = {name.partition(":")[0]}
+    for function in (workload.workflow, workload.reward, workload.demonstrate):
+        module = inspect.getmodule(function) if function is not None else None
+        if module is not None:
+            names.add(module.__name__)
+    return tuple(sorted(names))
+
+
+def module_hash(module_name: str) -> str:
+    """16 hex digits of the module's source file as it was imported."""
+    file = getattr(sys.modules[module_name], "__file__", None)
+    if file is None:
+        return "interactive"
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+
+
+def reward_hash(workload: Workload) -> str:
+    """The hash of the reward function's source: another reward is another lineage."""
+    return content_hash(inspect.getsource(workload.reward))
+
+
+def dataset_key(source: Any, module_name: str) -> str:
+    """A cache key of a dataset function: its module's code, so that an edit builds it anew."""
+    return content_hash([getattr(source, "__qualname__", repr(source)), module_hash(module_name)])

@@ -1,0 +1,136 @@
+"""What a workload worker and the conductor say to each other. Plain data; every id names run-wide objects.
+
+An episode attempt is one call `run_episode`; while it runs, the worker announces agent calls (`CallOpened`),
+then their prompts (`CallPrompt`), and the conductor sends each answer (`CallAnswer`) with the calls that the
+graph has unblocked by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megloom.compute.graph.records import TaskRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentPlan:
+    policy: str
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadPlan:
+    """A workload as plain data, as its worker loaded it. `policies` are `Policy.model_dump()`s."""
+
+    name: str
+    policies: dict[str, dict[str, Any]]
+    agents: dict[str, AgentPlan]
+    training: dict[str, Any]
+    has_demonstrations: bool
+    reward_hash: str
+    code_hashes: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeOrder:
+    """`attempt` counts starts of the same episode; invocation ids contain it."""
+
+    episode_id: str
+    task_id: str
+    split: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallOpened:
+    """A registered call. `parents` are (invocation id, edge kind); it has prompt ids if none is pending."""
+
+    invocation_id: str
+    episode_id: str
+    agent: str
+    index: int
+    parents: tuple[tuple[str, str], ...]
+    prompt_ids: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallPrompt:
+    invocation_id: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallAnswer:
+    """A call's end. `failure` is set instead of tokens; `unblocked` calls may be rendered now."""
+
+    invocation_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    failure: str | None
+    unblocked: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallScore:
+    """`reward` is None for a call that nobody could score."""
+
+    invocation_id: str
+    text: str
+    reward: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeOutcome:
+    """How an attempt ended. `state` is an EpisodeState value; `boundary` names where it failed."""
+
+    episode_id: str
+    state: str
+    reward: float | None
+    calls: tuple[CallScore, ...]
+    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
+    failure: str | None = None
+    boundary: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemonstrationRow:
+    """A rendered example: the answer's ids follow the prompt's."""
+
+    agent: str
+    policy: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+class WorkerLost(Exception):
+    """The worker process is gone; its episodes have no outcome."""
+
+
+class WorkloadError(Exception):
+    """The workload itself is wrong: it cannot be loaded, its dataset is empty, a row lacks a field."""
+
+
+class EpisodeEvents(Protocol):
+    """Where a worker's announcements go; the conductor implements it."""
+
+    def call_opened(self, call: CallOpened) -> None: ...
+    def call_prompt(self, prompt: CallPrompt) -> None: ...
+
+
+class Worker(Protocol):
+    """One workload worker, a process in production and an object in simulation."""
+
+    async def describe(self) -> WorkloadPlan: ...
+    async def tasks(self, split: str) -> list[TaskRecord]: ...
+    async def load_tokenizers(self, directories: dict[str, str]) -> dict[str, list[int]]:
+        """Loads each policy's tokenizer; returns the token ids that end an answer, by policy."""
+        ...
+
+    async def demonstrations(self, num_per_agent: int, seed: int) -> list[DemonstrationRow]: ...
+    async def run_episode(self, order: EpisodeOrder) -> EpisodeOutcome: ...
+    def answer(self, answer: CallAnswer) -> None: ...
+    def cancel(self, episode_id: str, attempt: int) -> None: ...
+    async def close(self) -> None: ...

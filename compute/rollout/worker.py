@@ -1,0 +1,226 @@
+"""The workload worker process: loads the user's code afresh, runs episodes, talks to the conductor.
+
+Started by the cluster with `serve(args)`; serves one conductor on a unix socket and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megloom.compute.cluster.rpc import CallHandler, Channel, NotifyHandler, serve_one
+from megloom.compute.graph.records import TaskRecord
+from megloom.compute.graph.states import EpisodeState
+from megloom.compute.rollout import loading
+from megloom.compute.rollout.chat import Chat
+from megloom.compute.rollout.dataset import DatasetTask, load_tasks
+from megloom.compute.rollout.episode import run_episode
+from megloom.compute.rollout.protocol import (
+    CallAnswer,
+    CallOpened,
+    CallPrompt,
+    DemonstrationRow,
+    EpisodeEvents,
+    EpisodeOrder,
+    EpisodeOutcome,
+    WorkloadError,
+    WorkloadPlan,
+)
+from megloom.compute.rollout.team import CallBook
+from megloom.compute.workload import Workload
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerArgs:
+    """`data_dir` keeps built datasets between runs; `import_paths` are where the user's modules lie."""
+
+    socket: str
+    workload: str
+    data_dir: str
+    import_paths: list[str]
+
+
+class WorkloadHost:
+    """Runs a workload's episodes: `megloom.compute.rollout.protocol.Worker` without the wire."""
+
+    def __init__(self, workload: Workload, *, name: str, data_dir: Path, events: EpisodeEvents) -> None:
+        self.workload, self._name, self._data_dir, self._events = workload, name, data_dir, events
+        self._tasks: dict[tuple[str, str], DatasetTask] = {}
+        self._chats: dict[str, Chat] = {}
+        self._live: dict[tuple[str, int], tuple[CallBook, asyncio.Task[EpisodeOutcome]]] = {}
+        self._books: dict[str, CallBook] = {}
+        self._cancelled: set[tuple[str, int]] = set()
+
+    async def describe(self) -> WorkloadPlan:
+        modules = loading.code_modules(self.workload, self._name)
+        return loading.plan_of(self.workload, modules=modules)
+
+    async def tasks(self, split: str) -> list[TaskRecord]:
+        """Loads a split, "train" or "eval", building it first if its source is a function."""
+        source = self.workload.tasks if split == "train" else self.workload.eval_tasks
+        key = loading.dataset_key(source, self._name.partition(":")[0])
+        cache = self._data_dir / self.workload.name / f"{split}-{key}.parquet"
+        pairs = load_tasks(source, split=split, cache=cache)
+        self._tasks.update({(split, record.task_id): task for record, task in pairs})
+        return [record for record, _ in pairs]
+
+    async def load_tokenizers(self, directories: Mapping[str, str]) -> dict[str, list[int]]:
+        self._chats = {policy: Chat(Path(directory)) for policy, directory in directories.items()}
+        return {policy: list(chat.stop_ids) for policy, chat in self._chats.items()}
+
+    async def demonstrations(self, num_per_agent: int, seed: int) -> list[DemonstrationRow]:
+        """Renders the workload's examples with the agents' own prompts.
+
+        Raises: WorkloadError naming the example whose agent is unknown.
+        """
+        if self.workload.demonstrate is None:
+            return []
+        rows = []
+        for position, example in enumerate(self.workload.demonstrate(num_per_agent, seed)):
+            agent = self.workload.agents.get(example.agent)
+            if agent is None:
+                raise WorkloadError(f"demonstration {position}: no agent {example.agent!r}")
+            chat = self._chats[agent.policy]
+            rows.append(
+                DemonstrationRow(
+                    agent=example.agent,
+                    policy=agent.policy,
+                    prompt_ids=chat.encode(agent.prompt(*example.arguments)),
+                    answer_ids=chat.encode_answer(example.answer),
+                )
+            )
+        return rows
+
+    async def run_episode(self, order: EpisodeOrder) -> EpisodeOutcome:
+        task = self._tasks[order.split, order.task_id]
+        prefix = f"{order.episode_id}-a{order.attempt}"
+        book = CallBook(
+            prefix=prefix,
+            episode_id=order.episode_id,
+            agents=self.workload.agents,
+            chats=self._chats,
+            events=self._events,
+        )
+        running = asyncio.current_task()
+        assert running is not None
+        self._live[order.episode_id, order.attempt] = (book, running)
+        self._books[prefix] = book
+        try:
+            return await run_episode(self.workload, task, order, book)
+        except asyncio.CancelledError:
+            if (order.episode_id, order.attempt) not in self._cancelled:
+                raise
+            running.uncancel()
+            return EpisodeOutcome(
+                episode_id=order.episode_id,
+                state=EpisodeState.FAILED.value,
+                reward=None,
+                calls=(),
+                failure="cancelled by the conductor",
+                boundary="deadline",
+            )
+        finally:
+            book.fail_open("its episode ended")
+            del self._live[order.episode_id, order.attempt]
+            self._cancelled.discard((order.episode_id, order.attempt))
+            del self._books[prefix]
+
+    def answer(self, answer: CallAnswer) -> None:
+        """Gives a call its answer; one for an episode that has ended is dropped."""
+        book = self._books.get(answer.invocation_id.rpartition("-i")[0])
+        if book is not None:
+            book.receive(answer)
+
+    def cancel(self, episode_id: str, attempt: int) -> None:
+        live = self._live.get((episode_id, attempt))
+        if live is not None:
+            self._cancelled.add((episode_id, attempt))
+            live[1].cancel()
+
+    async def close(self) -> None:
+        for _, task in list(self._live.values()):
+            task.cancel()
+
+
+class _ChannelEvents:
+    """Announces calls over the channel."""
+
+    def __init__(self, channel: Callable[[], Channel]) -> None:
+        self._channel = channel
+
+    def call_opened(self, call: CallOpened) -> None:
+        self._channel().notify("call_opened", asdict(call))
+
+    def call_prompt(self, prompt: CallPrompt) -> None:
+        self._channel().notify("call_prompt", asdict(prompt))
+
+
+def serve(values: dict[str, Any]) -> None:
+    """Entry of the process."""
+    args = WorkerArgs(**values)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    sys.path[:0] = [entry for entry in args.import_paths if entry not in sys.path]
+    asyncio.run(_serve(args))
+
+
+async def _serve(args: WorkerArgs) -> None:
+    holder: list[WorkloadHost] = []
+    channels: list[Callable[[], Channel]] = []
+
+    def host() -> WorkloadHost:
+        if not holder:
+            workload = loading.load_workload(args.workload)
+            events = _ChannelEvents(channels[0])
+            holder.append(
+                WorkloadHost(workload, name=args.workload, data_dir=Path(args.data_dir), events=events)
+            )
+        return holder[0]
+
+    def calls(channel: Callable[[], Channel]) -> Mapping[str, CallHandler]:
+        channels.append(channel)
+        return _call_handlers(host)
+
+    def notices(_: Callable[[], Channel]) -> Mapping[str, NotifyHandler]:
+        return {
+            "answer": lambda payload: host().answer(CallAnswer(**_tuples(payload))),
+            "cancel": lambda payload: host().cancel(payload["episode_id"], payload["attempt"]),
+        }
+
+    await serve_one(Path(args.socket), calls=calls, notices=notices)
+
+
+def _call_handlers(host: Callable[[], WorkloadHost]) -> Mapping[str, CallHandler]:
+    async def describe(_: Any) -> Any:
+        return asdict(await host().describe())
+
+    async def tasks(split: str) -> Any:
+        return [asdict(record) for record in await host().tasks(split)]
+
+    async def load_tokenizers(directories: dict[str, str]) -> Any:
+        return await host().load_tokenizers(directories)
+
+    async def demonstrations(payload: dict[str, int]) -> Any:
+        return [asdict(row) for row in await host().demonstrations(payload["num"], payload["seed"])]
+
+    async def run(payload: dict[str, Any]) -> Any:
+        return asdict(await host().run_episode(EpisodeOrder(**payload)))
+
+    return {
+        "describe": describe,
+        "tasks": tasks,
+        "load_tokenizers": load_tokenizers,
+        "demonstrations": demonstrations,
+        "run_episode": run,
+    }
+
+
+def _tuples(payload: dict[str, Any]) -> dict[str, Any]:
+    """Message arrays arrive as lists; our records hold tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in payload.items()}

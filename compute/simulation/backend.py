@@ -1,0 +1,122 @@
+"""The modelled `Backend`: the cells of a session in virtual time, and the faults that befall them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megloom.compute.conductor.backend import CellExit
+from megloom.compute.engines.protocol import GenerateRequest
+from megloom.compute.graph.records import TaskRecord
+from megloom.compute.graph.seeds import derive_seed
+from megloom.compute.rollout.chat import Chat
+from megloom.compute.rollout.dataset import DatasetTask
+from megloom.compute.rollout.protocol import EpisodeEvents
+from megloom.compute.rollout.worker import WorkloadHost
+from megloom.compute.simulation.cells import Costs, ModelledEngine, ModelledTrainer
+from megloom.compute.trainers.protocol import TrainerPlan
+from megloom.compute.workload import Prompt, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """`engine_deaths` kills cells at times; a call hangs with probability `hang_probability`, by its id."""
+
+    engine_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    hang_probability: float = 0.0
+    seed: int = 0
+
+
+class ByteChat(Chat):
+    """A tokenizer without files: one id per ASCII character."""
+
+    def __init__(self) -> None:
+        self.stop_ids = (0,)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        text = prompt if isinstance(prompt, str) else "".join(str(m["content"]) for m in prompt)
+        return tuple(text.encode("ascii", "replace")) or (1,)
+
+    def decode(self, token_ids: object) -> str:
+        return bytes(token_ids).decode("ascii")  # type: ignore[call-overload, no-any-return]
+
+
+class ModelledWorker(WorkloadHost):
+    """A workload worker in the same process: the user's workflow runs as it is."""
+
+    def __init__(self, workload: Workload, *, num_tasks: int, events: EpisodeEvents) -> None:
+        super().__init__(workload, name=f"{__name__}:simulated", data_dir=Path("unused"), events=events)
+        self._num_tasks = num_tasks
+
+    async def tasks(self, split: str) -> list[TaskRecord]:
+        records = []
+        for position in range(self._num_tasks):
+            name = f"{split}{position:06d}"
+            self._tasks[split, name] = DatasetTask(task_id=name, prompt=name, ground_truth="", row={})
+            records.append(
+                TaskRecord(
+                    task_id=name,
+                    split=split,
+                    position=position,
+                    prompt=name,
+                    ground_truth="",
+                    data_source="simulation",
+                    row="{}",
+                )
+            )
+        return records
+
+    async def load_tokenizers(self, directories: Mapping[str, str]) -> dict[str, list[int]]:
+        self._chats = {policy: ByteChat() for policy in directories}
+        return {policy: [0] for policy in directories}
+
+
+class ModelledBackend:
+    """Starts modelled cells. Deaths are timers of the virtual loop."""
+
+    def __init__(
+        self, workload: Workload, *, num_tasks: int, costs: Costs, faults: Faults, engine_slots: int
+    ) -> None:
+        self.exits: asyncio.Queue[CellExit] = asyncio.Queue()
+        self._workload, self._num_tasks = workload, num_tasks
+        self._costs, self._faults, self._slots = costs, faults, engine_slots
+        self._engines: dict[str, ModelledEngine] = {}
+        loop = asyncio.get_running_loop()
+        self._timers = [
+            loop.call_at(time_s, self._kill, cell)
+            for cell, times in faults.engine_deaths.items()
+            for time_s in times
+        ]
+
+    async def start_worker(self, name: str, events: EpisodeEvents) -> ModelledWorker:
+        return ModelledWorker(self._workload, num_tasks=self._num_tasks, events=events)
+
+    async def start_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
+        return ModelledTrainer(plan, self._costs)
+
+    async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> ModelledEngine:
+        await asyncio.sleep(self._costs.start_s)
+        engine = self._engines[name] = ModelledEngine(
+            name, policy=policy, version=version, slots=self._slots, costs=self._costs, hangs=self._hangs
+        )
+        return engine
+
+    async def stop(self, name: str) -> None:
+        if (engine := self._engines.pop(name, None)) is not None:
+            engine.die()
+
+    async def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _kill(self, cell: str) -> None:
+        if (engine := self._engines.pop(cell, None)) is not None:
+            engine.die()
+            self.exits.put_nowait(CellExit(name=cell, cause="killed by the simulation"))
+
+    def _hangs(self, request: GenerateRequest) -> bool:
+        dice = random.Random(derive_seed(self._faults.seed, "hang", request.rid))
+        return dice.random() < self._faults.hang_probability

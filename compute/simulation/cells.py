@@ -1,0 +1,211 @@
+"""Modelled engines and trainers: they take time and tokens as real ones do, and fail when told to.
+
+The cost model is minimal: a call takes a fixed part plus a part per token, stretched by the load of its
+engine; a gradient takes time per token. All randomness is a function of seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megloom.compute.engines.protocol import (
+    Completion,
+    EngineInfo,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    VersionSpan,
+)
+from megloom.compute.trainers.protocol import (
+    GradientReport,
+    MicroBatch,
+    Published,
+    TrainerPlan,
+    UpdateReport,
+)
+
+VOCABULARY = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Seconds of virtual time."""
+
+    call_s: float = 0.02
+    prompt_token_s: float = 0.0002
+    token_s: float = 0.005
+    gradient_token_s: float = 0.0005
+    update_s: float = 0.05
+    publish_s: float = 0.05
+    start_s: float = 1.0
+
+
+class ModelledEngine:
+    """An `Engine`. `die` makes it unreachable; a request for which `hangs` says True never answers."""
+
+    def __init__(
+        self,
+        cell: str,
+        *,
+        policy: str,
+        version: int,
+        slots: int,
+        costs: Costs,
+        hangs: Callable[[GenerateRequest], bool],
+    ) -> None:
+        self._cell, self._policy, self._version = cell, policy, version
+        self._slots, self._costs, self._hangs = slots, costs, hangs
+        self._live: dict[str, asyncio.Future[None]] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._dead = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self._reachable()
+        if max(request.token_ids) >= VOCABULARY:
+            raise EngineRefused(f"rid={request.rid}: id outside the vocabulary")
+        interrupt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._live[request.rid] = interrupt
+        try:
+            return await self._sample(request, interrupt)
+        finally:
+            self._live.pop(request.rid, None)
+
+    async def abort(self, rid: str) -> None:
+        await self._reachable()
+        if (interrupt := self._live.get(rid)) is not None and not interrupt.done():
+            interrupt.set_result(None)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._reachable()
+        self._running.clear()
+
+    async def resume(self) -> None:
+        await self._reachable()
+        self._running.set()
+
+    async def load_version(self, model_path: str, version: int, digest: str | None) -> None:
+        await self._reachable()
+        await asyncio.sleep(self._costs.publish_s)
+        self._version = version
+
+    async def info(self) -> EngineInfo:
+        await self._reachable()
+        return EngineInfo(
+            policy=self._policy,
+            version=self._version,
+            vocab_size=VOCABULARY,
+            context_length=1 << 16,
+            incarnation=self._cell,
+            paused=not self._running.is_set(),
+        )
+
+    async def ready(self) -> bool:
+        return not self._dead and self._running.is_set()
+
+    async def close(self) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """From now on nothing answers; what is in flight fails."""
+        self._dead = True
+        for interrupt in self._live.values():
+            if not interrupt.done():
+                interrupt.set_exception(EngineUnavailable(f"{self._cell}: connection reset"))
+
+    async def _reachable(self) -> None:
+        if self._dead:
+            raise EngineUnavailable(f"{self._cell}: connection refused")
+
+    async def _sample(self, request: GenerateRequest, interrupt: asyncio.Future[None]) -> Completion:
+        await self._running.wait()
+        version, dice = self._version, random.Random(request.seed)
+        num_tokens = min(request.max_tokens, 1 + int(dice.expovariate(1 / 8)))
+        load = 1.0 + len(self._live) / self._slots
+        seconds = self._costs.call_s + load * (
+            len(request.token_ids) * self._costs.prompt_token_s + num_tokens * self._costs.token_s
+        )
+        timeout = None if self._hangs(request) else seconds
+        done, _ = await asyncio.wait([interrupt], timeout=timeout)
+        if done:
+            interrupt.result()
+            return _completion(request, (), version, FinishReason.ABORT)
+        ids = tuple(dice.randrange(48, 58) for _ in range(num_tokens))
+        stopped = num_tokens < request.max_tokens
+        return _completion(request, ids, version, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+def _completion(
+    request: GenerateRequest, ids: tuple[int, ...], version: int, reason: FinishReason
+) -> Completion:
+    spans = (VersionSpan(version=version, start=0, end=len(ids)),) if ids else ()
+    return Completion(
+        rid=request.rid,
+        token_ids=ids,
+        logprobs=tuple(-2.0 for _ in ids),
+        finish_reason=reason,
+        version_spans=spans,
+        cached_tokens=0,
+    )
+
+
+class ModelledTrainer:
+    """A `Trainer` whose weights are a number: the sum of what it was given, so that a lost update shows."""
+
+    def __init__(self, plan: TrainerPlan, costs: Costs) -> None:
+        self._plan, self._costs = plan, costs
+        self._taken: list[str] = []
+        self._tokens = 0
+
+    async def create(self, weights_dir: str) -> Published:
+        return self._published(weights_dir, 0)
+
+    async def load(self, *, weights_uri: str, state_path: str | None) -> None:
+        self._taken, self._tokens = [], 0
+
+    async def forward_backward(self, batch: MicroBatch) -> GradientReport:
+        num_tokens = sum(len(row.token_ids) for row in batch.rows)
+        num_trainable = sum(int(row.loss_mask.sum()) for row in batch.rows)
+        await asyncio.sleep(num_tokens * self._costs.gradient_token_s)
+        self._taken.append(batch.micro_batch_id)
+        self._tokens += num_trainable
+        return GradientReport(
+            micro_batch_id=batch.micro_batch_id,
+            num_rows=len(batch.rows),
+            num_tokens=num_tokens,
+            num_trainable=num_trainable,
+            loss_sum=0.0,
+            num_clipped=0,
+            max_logprob_gap=0.0,
+            seconds=num_tokens * self._costs.gradient_token_s,
+        )
+
+    async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
+        await asyncio.sleep(self._costs.update_s)
+        taken, tokens = tuple(self._taken), self._tokens
+        self._taken, self._tokens = [], 0
+        return UpdateReport(
+            grad_norm=tokens * scale,
+            num_trainable=tokens,
+            micro_batch_ids=taken,
+            seconds=self._costs.update_s,
+        )
+
+    async def publish(self, *, weights_dir: str, version: int) -> Published:
+        await asyncio.sleep(self._costs.publish_s)
+        return self._published(weights_dir, version)
+
+    async def save(self, *, state_path: str) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    def _published(self, weights_dir: str, version: int) -> Published:
+        uri = f"{weights_dir}/v{version:06d}"
+        return Published(uri=uri, version=version, digest=f"{self._plan.policy}@{version}", size_bytes=0)

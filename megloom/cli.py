@@ -1,0 +1,265 @@
+"""The `megloom` command. Parses and checks everything before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megloom import __version__
+
+BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """One clear line for bad input instead of the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(BAD_INPUT)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console script; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except ValueError as error:
+        print(f"megloom: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except FileNotFoundError as error:
+        print(f"megloom: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("megloom: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megloom",
+        description="Trains multi-agent LLM systems by reinforcement learning, from Dagster or from here.",
+        epilog="Start with: megloom demo",
+    )
+    parser.add_argument("--version", action="version", version=f"megloom {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    demo = commands.add_parser("demo", help="train the three-agent arithmetic team and write a report")
+    _add_training(demo, steps=400, seed=0)
+    demo.add_argument(
+        "--model", choices=["default", "smollm2"], default="default",
+        help="default: a tiny transformer from scratch; smollm2: SmolLM2-135M-Instruct, a few steps",
+    )  # fmt: skip
+    demo.add_argument("--run", help="name of the run (default: demo-<time>)")
+    demo.add_argument("--report", default="report.html", help="where the report is written")
+    demo.set_defaults(command=_demo)
+
+    train = commands.add_parser("train", help="train a pipeline for a number of steps, or continue a run")
+    train.add_argument("pipeline", metavar="PIPELINE", help="short name, or package.module:attribute")
+    _add_training(train, steps=None, seed=0)
+    train.add_argument("--run", required=True, help="name of the run; an existing one is continued")
+    train.add_argument("--report", help="write an HTML report to this path at the end")
+    train.set_defaults(command=_train)
+
+    lineage = commands.add_parser("lineage", help="what made a policy version")
+    kinds = lineage.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+    version = kinds.add_parser("version", help="samples, calls, tasks and versions behind POLICY@V")
+    version.add_argument("version", metavar="POLICY@V", help="for example solver@17, or solver@last")
+    version.add_argument("--run", required=True, help="name of the run")
+    version.add_argument("--json", action="store_true", help="everything, as JSON")
+    version.add_argument("--rows", type=int, default=10, help="rows shown of each table")
+    _add_home(version)
+    version.set_defaults(command=_lineage_version)
+
+    for name, text, command in (
+        ("up", "start the compute service (training starts it by itself)", _up),
+        ("down", "stop the compute service and everything that it started", _down),
+        ("status", "the service and its sessions", _status),
+    ):
+        service = commands.add_parser(name, help=text)
+        _add_home(service)
+        service.set_defaults(command=command)
+
+    ui = commands.add_parser("ui", help="Dagster's web UI on this instance, on loopback")
+    ui.add_argument("--port", type=int, default=3000)
+    _add_home(ui)
+    ui.set_defaults(command=_ui)
+    return parser
+
+
+def _add_home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", help="folder of the service's files (default: $MEGLOOM_HOME or .megloom)")
+
+
+def _add_training(parser: argparse.ArgumentParser, *, steps: int | None, seed: int) -> None:
+    parser.add_argument(
+        "--steps", type=int, default=steps, required=steps is None, help="training steps in total"
+    )
+    parser.add_argument("--seed", type=int, default=seed, help="seed of tasks, sampling and weights")
+    parser.add_argument("--duration-s", type=float, help="end with the first step that finishes after it")
+    parser.add_argument(
+        "--mode", choices=["frozen", "sync"], default="frozen",
+        help="frozen: gradients are taken while episodes still run; sync: after all of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="any session setting, for example training.group_size=8 or cells.engines_per_policy=2",
+    )  # fmt: skip
+    _add_home(parser)
+
+
+def _session(arguments: argparse.Namespace, *, workload: str, run: str) -> Any:
+    """The checked session config. Raises: ValueError in one line."""
+    from megloom.compute.conductor.config import SessionConfig, set_path
+
+    values: dict[str, Any] = {
+        "workload": workload,
+        "run": run,
+        "steps": arguments.steps,
+        "seed": arguments.seed,
+        "mode": arguments.mode,
+        "duration_s": arguments.duration_s,
+        "import_paths": [str(Path.cwd())],
+    }
+    for setting in arguments.settings:
+        set_path(values, setting)
+    return SessionConfig.parse(values)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from megloom.systems import resolve_system
+
+    smollm2 = arguments.model == "smollm2"
+    workload = resolve_system("arithmetic_team", attribute="smollm2" if smollm2 else "workload")
+    if smollm2 and arguments.steps == 400:
+        arguments.steps = 2
+    elif arguments.duration_s is None:
+        arguments.duration_s = DEMO_TRAINING_S
+    run = arguments.run or f"demo-{datetime.datetime.now():%m%d-%H%M%S}"
+    config = _session(arguments, workload=workload, run=run)
+    if smollm2:
+        print("SmolLM2-135M on this CPU: " + SMOLLM2_NOTE, flush=True)
+    return _train_and_report(arguments, config, demo=True)
+
+
+DEMO_TRAINING_S = 270.0  # leaves time of the six minutes for starting, the last evaluation and the report
+SMOLLM2_NOTE = "converting the weights takes about a minute once; then a step takes 3 to 6 minutes on 2 cores"
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megloom.systems import resolve_system
+
+    config = _session(arguments, workload=resolve_system(arguments.pipeline), run=arguments.run)
+    return _train_and_report(arguments, config, demo=False)
+
+
+def _train_and_report(arguments: argparse.Namespace, config: Any, *, demo: bool) -> int:
+    from megloom.home import prepare_dagster_home, service_home
+
+    home = service_home(arguments.home)
+    prepare_dagster_home()
+    from megloom.training import train
+
+    print(f"run {config.run}: {config.workload}, up to {config.steps} steps, seed {config.seed}", flush=True)
+    trained = train(config, home=home)
+    if trained.failure is not None:
+        print(f"megloom: run {config.run} failed: {trained.failure}", file=sys.stderr)
+        return 1
+    table = trained.table
+    pipeline = config.workload.partition(":")[0].rpartition(".")[2]
+    print(
+        f"{'demo' if demo else 'train'} pipeline={pipeline} steps={table.last_step}"
+        f" accuracy_before={_fixed(table.accuracy_before)} accuracy_after={_fixed(table.accuracy)}"
+        f" invocations={table.num_invocations} policy_versions={table.num_versions}"
+        f" wall_s={trained.wall_s:.1f}"
+    )
+    command = _lineage_command(trained.reports, config.run, arguments.home)
+    print(f"which samples made it:  {command}")
+    if arguments.report:
+        from megloom.report import write_report
+
+        path = write_report(config, trained.reports, home=home, command=command, path=Path(arguments.report))
+        print(f"report:  {path}")
+    return 0
+
+
+def _lineage_command(reports: list[Any], run: str, home: str | None) -> str:
+    policies = list(reports[-1].policies) if reports else ["POLICY"]
+    policy = "solver" if "solver" in policies else policies[-1]
+    place = f" --home {home}" if home else ""
+    return f"megloom lineage version {policy}@last --run {run}{place}"
+
+
+def _fixed(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _lineage_version(arguments: argparse.Namespace) -> int:
+    from megloom.compute.store.lineage import parse_version, version_lineage
+    from megloom.compute.store.lineage_text import lineage_json, lineage_text
+    from megloom.home import service_home
+
+    root = str(service_home(arguments.home) / "store")
+    lineage = version_lineage(root, arguments.run, *parse_version(arguments.version))
+    print(lineage_json(lineage) if arguments.json else lineage_text(lineage, max_rows=arguments.rows))
+    return 0
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from megloom.compute.conductor.client import ensure_service
+    from megloom.home import service_home
+
+    health = ensure_service(service_home(arguments.home)).health()
+    print(f"service pid={health['pid']} epoch={health['epoch']} home={service_home(arguments.home)}")
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from megloom.compute.conductor.client import stop_service
+    from megloom.home import service_home
+
+    was_up = stop_service(service_home(arguments.home))
+    print("service stopped" if was_up else "no service was running")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from megloom.compute.conductor.client import ServiceClient, ServiceDown
+    from megloom.home import service_home
+
+    client = ServiceClient(service_home(arguments.home))
+    try:
+        health, sessions = client.health(), client.sessions()
+    except ServiceDown as error:
+        print(error)
+        return 1
+    print(f"service pid={health['pid']} epoch={health['epoch']} sessions={len(sessions)}")
+    for session in sessions:
+        versions = ",".join(f"{name}@{version}" for name, version in session.versions.items())
+        line = f"{session.run}  {session.state}  step={session.step}/{session.target_steps}  {versions}"
+        notes = [note for note in (session.waiting_for, session.failure) if note]
+        print(line + ("  " + "; ".join(notes) if notes else ""))
+    return 0
+
+
+def _ui(arguments: argparse.Namespace) -> int:
+    from megloom.home import prepare_dagster_home, service_home
+
+    os.environ["MEGLOOM_HOME"] = str(service_home(arguments.home))
+    home = prepare_dagster_home()
+    workspace = Path("workspace.yaml")
+    target = ["-w", str(workspace)] if workspace.exists() else ["-m", "megloom.pipelines.definitions"]
+    print(f"Dagster on http://127.0.0.1:{arguments.port} (instance {home}); stop with Ctrl-C", flush=True)
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", str(arguments.port), *target],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""`training_session_job`: one run that follows one training session through all of its steps.
+
+One op drives the whole session, since sampling and gradients overlap inside a step; the assets are its
+events. The config is typed for the Launchpad and parsed once, into the service's `SessionConfig`.
+
+No postponed annotations here: Dagster reads the signatures, and does not resolve text.
+"""
+
+from typing import Any, Literal
+
+import dagster as dg
+from pydantic import Field
+
+from megloom.assets.session import follow_session
+from megloom.assets.system import load_system
+from megloom.compute.conductor.config import SessionConfig
+from megloom.resources.compute_service import ComputeService
+
+DEFAULT_WORKLOAD = "megloom.pipelines.systems.arithmetic_team:workload"
+_KEEP = "Empty keeps the workload's own."
+
+
+class CellsConfig(dg.Config):
+    """Processes and threads on the service's machine."""
+
+    engines_per_policy: int = Field(default=1, description="Inference engines of each policy.")
+    engine_slots: int = Field(default=256, description="Concurrent sequences of one engine.")
+    workload_workers: int = Field(default=1, description="Processes that run workflows and rewards.")
+    threads: int = Field(default=1, description="Torch threads of each engine and trainer.")
+    device: str = Field(default="cpu", description="Device of engines and trainers.")
+
+
+class TrainingOverridesConfig(dg.Config):
+    """Values that replace the workload's own."""
+
+    tasks_per_step: int | None = Field(default=None, description=f"Tasks drawn in a step. {_KEEP}")
+    group_size: int | None = Field(default=None, description=f"Episodes of one task, at least 2. {_KEEP}")
+    micro_batch_groups: int | None = Field(default=None, description=f"Groups in a micro-batch. {_KEEP}")
+    warm_examples: int | None = Field(
+        default=None, description=f"Demonstrations per policy at the start. {_KEEP}"
+    )
+    warm_batch: int | None = Field(default=None, description=f"Demonstrations per optimizer step. {_KEEP}")
+    eval_every: int | None = Field(
+        default=None, description=f"Steps between evaluations, 0 for none. {_KEEP}"
+    )
+    eval_small: int | None = Field(default=None, description=f"Tasks of a small evaluation. {_KEEP}")
+    eval_tasks: int | None = Field(
+        default=None, description="Tasks of a full evaluation. Empty takes them all."
+    )
+    eval_draws: int | None = Field(default=None, description=f"Draws per task in a full evaluation. {_KEEP}")
+    episode_timeout_s: float | None = Field(default=None, description=f"Seconds for an episode. {_KEEP}")
+    call_timeout_s: float | None = Field(default=None, description=f"Seconds for an agent call. {_KEEP}")
+
+
+class TrainingSessionConfig(dg.Config):
+    """What to train, for how long, and on how much. A test holds it equal to `SessionConfig`."""
+
+    workload: str = Field(default=DEFAULT_WORKLOAD, description="package.module:attribute of the Workload.")
+    run: str = Field(default="", description="Name of the run. Empty: made from the id of this Dagster run.")
+    steps: int = Field(default=10, description="Training steps in total; a run that has fewer is continued.")
+    seed: int = Field(default=0, description="Seed of tasks, sampling and initial weights.")
+    mode: Literal["frozen", "sync"] = Field(
+        default="frozen", description="frozen: gradients while other episodes run. sync: when all have ended."
+    )
+    imitation_only: bool = Field(default=False, description="Every step repeats the demonstration step.")
+    duration_s: float | None = Field(
+        default=None, description="Ends the run with the first step that finishes after so many seconds."
+    )
+    lease_s: float = Field(
+        default=600.0, description="The session pauses if no client asks for so many seconds."
+    )
+    import_paths: list[str] = Field(default=[], description="Folders to import the workload from.")
+    training: TrainingOverridesConfig = Field(
+        default_factory=TrainingOverridesConfig, description="Values that replace the workload's own."
+    )
+    cells: CellsConfig = Field(default_factory=CellsConfig, description="Processes on the service's machine.")
+
+    def session(self, dagster_run: dg.DagsterRun) -> SessionConfig:
+        """The session to start. A re-executed Dagster run gets the name, and so the session, of the first.
+
+        Raises: ValueError that names each wrong value.
+        """
+        values: dict[str, Any] = self.model_dump()
+        run = self.run or f"run-{(dagster_run.root_run_id or dagster_run.run_id)[:8]}"
+        return SessionConfig.parse({**values, "run": run})
+
+
+@dg.op(
+    description="Trains a multi-agent system in the compute service and reports every step's assets.",
+    retry_policy=dg.RetryPolicy(max_retries=2, delay=2),
+)
+def training_session(
+    context: dg.OpExecutionContext, config: TrainingSessionConfig, service: ComputeService
+) -> None:
+    """Retried if the service was lost: the next attempt starts it again and continues the session."""
+    try:
+        session = config.session(context.dagster_run)
+        system = load_system(session.workload, import_paths=session.import_paths)
+    except ValueError as error:
+        raise dg.Failure(str(error), allow_retries=False) from error
+    context.instance.add_run_tags(
+        context.run_id,
+        {
+            "megloom/run": session.run,
+            "megloom/system": system.name,
+            "megloom/mode": session.mode,
+            "megloom/config_hash": session.config_hash(),
+        },
+    )
+    status = follow_session(context, service.connect(), system, session)
+    context.log.info(f"session run={status.run} {status.state} at step={status.step}")
+
+
+@dg.job(
+    description="Trains a system for a number of steps in one run. Continues the session that it finds.",
+    executor_def=dg.in_process_executor,
+)
+def training_session_job() -> None:
+    training_session()
