@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dagster as dg
 
-from megloom.assets.metadata import picture, rate_rows, table
+from megloom.assets.metadata import plot, rate_rows, table
 from megloom.assets.partitions import train_step
-from megloom.assets.pictures import sparkline
 from megloom.assets.step import CODE_VERSION, CommittedStep, asset_key, fingerprint, materialization
 from megloom.assets.system import System
 from megloom.compute.conductor.reports import EvaluationReport, ratio
@@ -47,9 +46,7 @@ def event(step: CommittedStep, evaluation: EvaluationReport) -> dg.AssetMaterial
             "policy_versions": ", ".join(
                 f"{name}@{version}" for name, version in evaluation.versions.items()
             ),
-            "accuracy_so_far": picture(
-                sparkline(step.curves.of("accuracy")), title="accuracy per evaluation"
-            ),
+            "accuracy_so_far": plot(step.curves.of("accuracy"), title="accuracy per evaluation"),
             "rates": table(rate_rows(evaluation.rates)),
             "duration_s": evaluation.seconds,
         },

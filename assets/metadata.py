@@ -6,7 +6,6 @@ become text. An entry without a measurement is left out, never shown as zero.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import dagster as dg
 
 from megloom.compute.conductor.reports import Rate, ratio
+from megloom.compute.report.curves import sparkline
+from megloom.compute.report.drawing import data_uri
 
 Scalar = str | int | float | bool
 MAX_ROWS = 24  # rows of one table; the rest is in the store. More would cost CPU on every step
@@ -47,9 +48,12 @@ def picture(svg: str | None, *, title: str) -> dg.MarkdownMetadataValue | None:
     """The SVG inline; None if there is nothing to draw or it is too large to be shown unfolded."""
     if svg is None or len(svg.encode()) > MAX_SVG_BYTES:
         return None
-    return dg.MetadataValue.md(
-        f"![{title}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
-    )
+    return dg.MetadataValue.md(f"![{title}]({data_uri(svg)})")
+
+
+def plot(values: Sequence[float], *, title: str) -> dg.MarkdownMetadataValue | None:
+    """The series as a line; None below two points, where the number says it all."""
+    return picture(sparkline(values, width=320, height=48), title=title) if len(values) > 1 else None
 
 
 def rate_rows(rates: Mapping[str, Rate]) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dagster as dg
 
-from megloom.assets.metadata import entries, picture, table
+from megloom.assets.metadata import entries, plot, table
 from megloom.assets.partitions import step_key, train_step
-from megloom.assets.pictures import sparkline
 from megloom.assets.step import (
     CODE_VERSION,
     CommittedStep,
@@ -68,9 +67,7 @@ def version_event(step: CommittedStep, policy: str) -> dg.AssetMaterialization:
             "num_samples": report.num_samples,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
-            "loss_so_far": picture(
-                sparkline(step.curves.of(f"loss/{policy}")), title=f"loss of {policy} per step"
-            ),
+            "loss_so_far": plot(step.curves.of(f"loss/{policy}"), title=f"loss of {policy} per step"),
         },
     )
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import dagster as dg
 
-from megloom.assets.metadata import picture, rate_rows, table
+from megloom.assets.metadata import plot, rate_rows, table
 from megloom.assets.partitions import train_step
-from megloom.assets.pictures import sparkline
 from megloom.assets.step import (
     CODE_VERSION,
     CommittedStep,
@@ -52,7 +51,7 @@ def event(step: CommittedStep) -> dg.AssetMaterialization:
             "mean_reward": ratio(report.reward),
             "num_scored": report.reward[1],
             **_counts(step),
-            "reward_so_far": picture(sparkline(step.curves.of("reward")), title="mean reward per step"),
+            "reward_so_far": plot(step.curves.of("reward"), title="mean reward per step"),
             "agents": table(_agent_rows(step)),
             "rates": table([row for agent in report.agents.values() for row in rate_rows(agent.rates)]),
             "failures": table(

@@ -17,6 +17,7 @@ from megloom.assets.system import System
 from megloom.compute.conductor.client import ServiceClient, ServiceDown, ServiceError
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.reports import ENDED, SessionStatus, StepReport
+from megloom.resources.event_log import kept_engines
 
 POLL_S = 2.0  # of one long poll; a cancelled run is noticed at once, the bound is for lost connections
 
@@ -65,7 +66,8 @@ def follow_session(
     Raises: dg.Failure, never retried, if the session failed, was cancelled elsewhere, or was refused.
     """
     try:
-        return _follow(context, client, system, config)
+        with kept_engines(context.instance):
+            return _follow(context, client, system, config)
     except ServiceDown:
         raise
     except ServiceError as error:

@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any
 
 import dagster as dg
-from dagster._core.storage.event_log import SqliteEventLogStorage  # no public name; dagster is pinned below 1.14
+from dagster._core.storage.event_log import (
+    SqliteEventLogStorage,
+)  # no public name; dagster is pinned below 1.14
 from dagster._core.storage.sql import create_engine
 from dagster._core.storage.sqlite import SQLITE_BUSY_TIMEOUT_SECONDS
 from sqlalchemy.engine import Connection, Engine

@@ -42,7 +42,7 @@ from megloom.compute.workload import (
 )
 
 POLICIES = ("planner", "solver", "verifier")
-WORKLOAD = "fake_service:workload"
+WORKLOAD = "tests.fake_service:workload"
 
 
 async def _solve(task: Any, team: Any) -> Any:
@@ -60,9 +60,7 @@ workload = Workload(
         )
         for name in POLICIES
     },
-    agents={
-        name: Agent(policy=name, prompt=" ".join, sampling=Sampling(max_tokens=8)) for name in POLICIES
-    },
+    agents={name: Agent(policy=name, prompt=" ".join, sampling=Sampling(max_tokens=8)) for name in POLICIES},
     workflow=_solve,
     reward=lambda task, episode: 0.0,
     tasks=list,

@@ -16,7 +16,7 @@ from megloom.compute.conductor.episodes import EpisodeDesk
 from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.ledger import Committed, Ledger
-from megloom.compute.conductor.publisher import Publisher
+from megloom.compute.conductor.publisher import Publisher, Serving
 from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.samples import Aggregation
 from megloom.compute.conductor.supervision import Supervisor
@@ -25,7 +25,7 @@ from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import content_hash, derive_seed
 from megloom.compute.rollout.protocol import CallOpened, CallPrompt, EpisodeEvents, Worker, WorkloadPlan
 from megloom.compute.scheduling.cursor import Cursor
-from megloom.compute.store.store import MegStore
+from megloom.compute.store.step_store import StepStore
 from megloom.compute.trainers.protocol import Trainer, TrainerPlan
 from megloom.compute.workload import Training
 
@@ -45,7 +45,7 @@ class Surroundings:
 
     config: SessionConfig
     backend: Backend
-    store: MegStore
+    store: StepStore
     paths: RunPaths
     clock: Clock
     wall_time: Callable[[], str]
@@ -109,7 +109,13 @@ class BringUp:
             tokenizers=lambda: tokenizer_dirs(run.ledger),
         )
         run.publisher = Publisher(
-            dispatcher=run.dispatcher, fence=supervisor.restart_engine, events=around.events
+            dispatcher=run.dispatcher,
+            serving={
+                policy: Serving(version=entry.version, uri=entry.uri)
+                for policy, entry in ledger.policies.items()
+            },
+            fence=supervisor.restart_engine,
+            events=around.events,
         )
         self._relay.target = run.desk
         self.phase = "the engines to start"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.events import EventLog
@@ -23,16 +24,34 @@ class PublishError(Exception):
     """No engine of the policy could be brought to the new version."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """What every engine of a policy must serve now."""
+
+    version: int
+    uri: str
+
+
 class Publisher:
-    """`fence` takes an engine out of service and has it started anew on the committed version."""
+    """`fence` takes an engine out of service and has it started anew on the version in `serving`.
+
+    `serving` moves before the first engine loads: one that starts meanwhile starts on the new version.
+    """
 
     def __init__(
-        self, *, dispatcher: Dispatcher, fence: Callable[[str, str], Awaitable[None]], events: EventLog
+        self,
+        *,
+        dispatcher: Dispatcher,
+        serving: Mapping[str, Serving],
+        fence: Callable[[str, str], Awaitable[None]],
+        events: EventLog,
     ) -> None:
         self._dispatcher, self._fence, self._events = dispatcher, fence, events
+        self.serving = dict(serving)
 
     async def publish(self, policy: str, published: Published) -> None:
         """Returns when every engine in service serves the version."""
+        self.serving[policy] = Serving(version=published.version, uri=published.uri)
         engines = self._dispatcher.engines_of(policy)
         async with asyncio.TaskGroup() as tasks:
             for cell, engine in engines.items():

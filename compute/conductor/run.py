@@ -16,7 +16,7 @@ from megloom.compute.conductor.publisher import Publisher
 from megloom.compute.conductor.reports import StepReport
 from megloom.compute.conductor.samples import Advantages, Aggregation
 from megloom.compute.rollout.protocol import WorkloadPlan
-from megloom.compute.store.store import MegStore
+from megloom.compute.store.step_store import StepStore
 from megloom.compute.workload import Training
 
 
@@ -65,7 +65,7 @@ class Run:
     lanes: Mapping[str, GradientLane]
     desk: EpisodeDesk
     dispatcher: Dispatcher
-    store: MegStore
+    store: StepStore
     ledger: Ledger
     clock: Clock
     wall_time: Callable[[], str]

@@ -17,7 +17,7 @@ from megloom.compute.conductor.events import EventLog
 from megloom.compute.conductor.reports import ENDED, SessionStatus, StepReport
 from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.step_loop import run_steps
-from megloom.compute.store.store import MegStore
+from megloom.compute.store.step_store import StepStore
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Session:
         *,
         config: SessionConfig,
         backend: Backend,
-        store: MegStore,
+        store: StepStore,
         paths: RunPaths,
         epoch: int,
         wall_time: Callable[[], str],

@@ -38,7 +38,7 @@ class Supervisor:
         self._policy_of: dict[str, str] = {}
 
     async def start_engines(self, cells: Cells) -> None:
-        """Starts every engine on its policy's committed version."""
+        """Starts every engine on the version that its policy serves."""
         for policy in self._run.plan.policies:
             for number in range(cells.engines_per_policy):
                 cell = f"engine/{policy}/{number}"
@@ -74,7 +74,7 @@ class Supervisor:
                 continue  # its exit is reported apart
 
     async def restart_engine(self, cell: str, cause: str) -> None:
-        """Fences an engine, ends it and starts it on the committed version. Also the publisher's fence."""
+        """Fences an engine, ends it and starts it on the version to serve. Also the publisher's fence."""
         self._run.dispatcher.engine_down(cell, cause)
         await self._back_off(cell, cause)
         await self._backend.stop(cell)
@@ -83,13 +83,13 @@ class Supervisor:
     async def _start_engine(self, cell: str) -> None:
         policy = self._policy_of[cell]
         while True:
-            committed = self._run.ledger.policies[policy]
+            serving = self._run.publisher.serving[policy]
             engine = await self._backend.start_engine(
-                cell, policy=policy, uri=committed.uri, version=committed.version
+                cell, policy=policy, uri=serving.uri, version=serving.version
             )
-            if committed.version == self._run.ledger.policies[policy].version:
+            if serving == self._run.publisher.serving[policy]:
                 break
-            await self._backend.stop(cell)  # a newer version was committed while it started
+            await self._backend.stop(cell)  # a newer version was published while it started
         self._run.dispatcher.engine_up(cell, engine)
 
     async def _restart_worker(self, name: str, cause: str) -> None:

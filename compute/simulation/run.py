@@ -12,9 +12,7 @@ from megloom.compute.conductor.session import Session
 from megloom.compute.simulation.backend import Faults, ModelledBackend
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.clock import run_virtual
-from megloom.compute.store.journal import MemoryJournal
-from megloom.compute.store.offload import InlineOffload
-from megloom.compute.store.store import MegStore
+from megloom.compute.simulation.store import MemoryStore
 from megloom.compute.workload import Workload
 
 
@@ -33,7 +31,7 @@ def simulate(
     workload: Workload,
     config: SessionConfig,
     *,
-    store_root: str,
+    store: MemoryStore | None = None,
     num_tasks: int = 64,
     costs: Costs | None = None,
     faults: Faults | None = None,
@@ -51,7 +49,7 @@ def simulate(
                 faults=faults or Faults(),
                 engine_slots=config.cells.engine_slots,
             ),
-            store=MegStore(root=store_root, journal=MemoryJournal(), offload=InlineOffload()),
+            store=store or MemoryStore(),
             paths=RunPaths(home=Path("simulated"), run=config.run),
             epoch=1,
             wall_time=lambda: "simulated",

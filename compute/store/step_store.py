@@ -1,0 +1,37 @@
+"""The store as the step loop needs it: final records in, one snapshot per sealed step, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Sealed(Protocol):
+    """A sealed step: what its snapshot says."""
+
+    @property
+    def snapshot(self) -> Mapping[str, Any]: ...
+
+
+class StepStore(Protocol):
+    """Implemented by `MegStore`, and by memory in simulation."""
+
+    def record(self, record: Any, *, step: int | None = None) -> None:
+        """Journals a final record under `step`, by default its own. Cheap, never blocks."""
+        ...
+
+    async def recover(self, run: str) -> Sealed | None:
+        """The last sealed step, None for a new run. Called before the first `record`."""
+        ...
+
+    async def discard_unsealed(self) -> int:
+        """Drops the records of the open step; how many."""
+        ...
+
+    async def seal(self, run: str, step: int, snapshot: Mapping[str, Any]) -> Sealed:
+        """Makes the step's records and its snapshot permanent, all or nothing."""
+        ...
+
+    async def snapshots(self, run: str) -> list[Mapping[str, Any]]:
+        """The snapshot of every sealed step, in order."""
+        ...
