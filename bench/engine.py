@@ -1,15 +1,18 @@
 """Speed of the local engine through HTTP against transformers on the same CPU, in one run.
 
-With 32 requests waiting (48 prompt tokens, 48 new ones, ~0.6 M parameters), tokens per second of the engine
-over those of `generate` on the padded batch and of `generate_batch` (continuous batching). The variants take
-turns, and each figure is a median over the rounds, so that other load on the machine hits all alike.
-Prints one JSON object `{figure: {value, unit, target, ok}}`.
+With 32 requests waiting (48 prompt tokens, 32 to 64 new ones each, ~0.6 M parameters), wanted tokens per
+second of the engine over those of `generate` on the batch, which runs until the longest request is done, and
+of transformers' continuous batching. All three sample at temperature 1 and return the tokens' logprobs. The
+main figures take 32 different prompts; `group_…` takes 4 prompts 8 times each, as GRPO does, where the
+engine computes each prompt once. The variants take turns, and each ratio is a median over the rounds, so
+that other load on the machine hits all alike. Prints one JSON object `{figure: {value, unit, target, ok}}`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import multiprocessing
@@ -27,11 +30,14 @@ from megloom.compute.engines.client import HttpEngine
 from megloom.compute.engines.protocol import GenerateRequest
 from megloom.compute.engines.server import EngineArgs, serve
 
-NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 32, 48, 48
+NUM_REQUESTS, NUM_PROMPT, GROUP_SIZE = 32, 48, 8
+MIN_NEW, MAX_NEW = 32, 64
 VOCAB_SIZE = 64
 TARGET_RATIO = 5.0
 NUM_SHORT_CALLS, NUM_SHORT_NEW = 128, 12  # one step of the demo makes some hundreds of short calls
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SERIES = ("tokens", "engine", "generate", "continuous_batching", "engine_groups", "generate_groups")
+SERIES += ("client_ms", "server_ms")
 
 Prompts = list[list[int]]
 
@@ -61,28 +67,38 @@ def save_model(folder: str) -> Any:
 
 
 def time_generate(model: Any, prompts: Prompts) -> float:
-    """Returns the seconds that `generate` takes for the batch."""
+    """Returns the seconds that `generate` takes for the batch, with the logprobs of the sampled tokens."""
     inputs = torch.tensor(prompts)
     start = time.perf_counter()
     with torch.no_grad():
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=NUM_NEW,
-            min_new_tokens=NUM_NEW,
+            max_new_tokens=MAX_NEW,
+            min_new_tokens=MAX_NEW,
             do_sample=True,
+            top_k=0,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
+        sampled = output.sequences[:, NUM_PROMPT:]
+        logprobs = torch.log_softmax(torch.stack(output.logits, dim=1), dim=-1)
+        logprobs.gather(-1, sampled.unsqueeze(-1)).tolist()
     elapsed = time.perf_counter() - start
-    assert output.shape == (NUM_REQUESTS, NUM_PROMPT + NUM_NEW), output.shape
+    assert sampled.shape == (NUM_REQUESTS, MAX_NEW), sampled.shape
     return elapsed
 
 
-def time_continuous_batching(model: Any, prompts: Prompts) -> float:
+def time_continuous_batching(model: Any, prompts: Prompts, num_new: list[int]) -> float:
     """Returns the seconds that transformers' continuous batching takes, without starting and stopping it."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    generation = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=True, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=2048)
+    generation = GenerationConfig(
+        max_new_tokens=MAX_NEW, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    batching = ContinuousBatchingConfig(
+        page_size=32, num_blocks=256, max_batch_tokens=2048, return_logprobs=True
+    )
     manager = model.init_continuous_batching(
         generation_config=generation, continuous_batching_config=batching
     )
@@ -91,12 +107,13 @@ def time_continuous_batching(model: Any, prompts: Prompts) -> float:
         manager.add_request(prompts[0][:4], max_new_tokens=2)
         _collect(manager, 1)
         start = time.perf_counter()
-        manager.add_requests(prompts, max_new_tokens=NUM_NEW)
+        for prompt, count in zip(prompts, num_new, strict=True):
+            manager.add_request(prompt, max_new_tokens=count)
         outputs = _collect(manager, len(prompts))
         elapsed = time.perf_counter() - start
     finally:
         manager.stop(block=True)
-    assert all(len(output.generated_tokens) == NUM_NEW for output in outputs)
+    assert sum(len(output.generated_tokens) for output in outputs) == sum(num_new)
     return elapsed
 
 
@@ -110,19 +127,19 @@ def _collect(manager: Any, count: int) -> list[Any]:
     return outputs
 
 
-def build_requests(prompts: Prompts, num_new: int, round_index: int) -> list[GenerateRequest]:
+def build_requests(prompts: Prompts, num_new: list[int], series_index: int) -> list[GenerateRequest]:
     """Returns one training request per prompt, with ids and seeds of their own."""
     return [
         GenerateRequest(
-            rid=f"{round_index:016x}{num_new:08x}{index:08x}",
+            rid=f"{series_index:016x}{index:016x}",
             token_ids=tuple(prompt),
-            max_tokens=num_new,
+            max_tokens=count,
             temperature=1.0,
-            seed=round_index * 1000 + index,
+            seed=series_index * 1000 + index,
             stop_token_ids=(),
             training=True,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, count) in enumerate(zip(prompts, num_new, strict=True))
     ]
 
 
@@ -147,21 +164,29 @@ def cpu_s(pid: int) -> float:
 async def measure(url: str, pid: int, model: Any, num_rounds: int) -> dict[str, list[float]]:
     """Returns the samples of every series, one per round; the first round warms up and is dropped."""
     rng = random.Random(0)
+    series_indices = itertools.count()
 
     def prompts(count: int, length: int) -> Prompts:
         return [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
 
+    async def run(batch: Prompts, num_new: list[int]) -> float:
+        return await time_engine(engine, build_requests(batch, num_new, next(series_indices)))
+
     engine = HttpEngine(url, "bench", keep_alive_s=300.0)
-    names = ("engine", "generate", "continuous_batching", "client_ms", "server_ms")
-    series: dict[str, list[float]] = {name: [] for name in names}
-    for round_index in range(num_rounds + 1):
+    series: dict[str, list[float]] = {name: [] for name in SERIES}
+    for _ in range(num_rounds + 1):
         batch = prompts(NUM_REQUESTS, NUM_PROMPT)
-        series["engine"].append(await time_engine(engine, build_requests(batch, NUM_NEW, round_index)))
+        groups = [prompt for prompt in batch[: NUM_REQUESTS // GROUP_SIZE] for _ in range(GROUP_SIZE)]
+        num_new = [rng.randint(MIN_NEW, MAX_NEW) for _ in batch]
+        series["tokens"].append(sum(num_new))
+        series["engine"].append(await run(batch, num_new))
         series["generate"].append(time_generate(model, batch))
-        series["continuous_batching"].append(time_continuous_batching(model, batch))
-        calls = build_requests(prompts(NUM_SHORT_CALLS, 8), NUM_SHORT_NEW, round_index)
+        series["continuous_batching"].append(time_continuous_batching(model, batch, num_new))
+        series["engine_groups"].append(await run(groups, num_new))
+        series["generate_groups"].append(time_generate(model, groups))
+        calls = prompts(NUM_SHORT_CALLS, 8)
         client_before, server_before = time.process_time(), cpu_s(pid)
-        await time_engine(engine, calls)
+        await run(calls, [NUM_SHORT_NEW] * len(calls))
         series["client_ms"].append((time.process_time() - client_before) * 1e3 / len(calls))
         series["server_ms"].append((cpu_s(pid) - server_before) * 1e3 / len(calls))
     await engine.close()
@@ -176,19 +201,19 @@ def figure(value: float, unit: str, target: float | None = None, *, at_least: bo
 
 def figures(series: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Returns the figures of the measured series."""
-    num_tokens = NUM_REQUESTS * NUM_NEW
 
-    def ratio(baseline: str) -> float:
-        pairs = zip(series[baseline], series["engine"], strict=True)
-        return statistics.median(slow / fast for slow, fast in pairs)
+    def ratio(slow: str, fast: str) -> float:
+        return statistics.median(a / b for a, b in zip(series[slow], series[fast], strict=True))
 
     def rate(name: str) -> float:
-        return num_tokens / statistics.median(series[name])
+        return statistics.median(n / t for n, t in zip(series["tokens"], series[name], strict=True))
 
     return {
-        "vs_generate": figure(ratio("generate"), "ratio", TARGET_RATIO),
-        "vs_continuous_batching": figure(ratio("continuous_batching"), "ratio", TARGET_RATIO),
+        "vs_generate": figure(ratio("generate", "engine"), "ratio", TARGET_RATIO),
+        "vs_continuous_batching": figure(ratio("continuous_batching", "engine"), "ratio", TARGET_RATIO),
+        "group_vs_generate": figure(ratio("generate_groups", "engine_groups"), "ratio"),
         "engine_tok_s": figure(rate("engine"), "tok/s"),
+        "group_engine_tok_s": figure(rate("engine_groups"), "tok/s"),
         "generate_tok_s": figure(rate("generate"), "tok/s"),
         "continuous_batching_tok_s": figure(rate("continuous_batching"), "tok/s"),
         "client_cpu_per_call": figure(statistics.median(series["client_ms"]), "ms", 0.7, at_least=False),

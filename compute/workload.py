@@ -33,7 +33,8 @@ class Tokenizer(Closed):
     """A word-level tokenizer made from a list of words; `special` words are never split.
 
     `pattern` cuts the text into words. `chat_template` is a Jinja template over `messages` that ends where
-    the model's answer begins; `stop` is the special word that ends an answer.
+    the model's answer begins; `stop` is the special word that ends an answer. A piece that is no word becomes
+    the special word `unknown`; without one it is refused.
     """
 
     words: tuple[str, ...]
@@ -41,11 +42,13 @@ class Tokenizer(Closed):
     pattern: str
     chat_template: str
     stop: str
+    unknown: str | None = None
 
     @model_validator(mode="after")
-    def _stop_is_special(self) -> Tokenizer:
-        if self.stop not in self.special:
-            raise ValueError(f"stop word {self.stop!r} must be one of the special words {self.special}")
+    def _roles_are_special_words(self) -> Tokenizer:
+        for role, word in (("stop", self.stop), ("unknown", self.unknown)):
+            if word is not None and word not in self.special:
+                raise ValueError(f"{role} word {word!r} must be one of the special words {self.special}")
         return self
 
 
@@ -77,12 +80,24 @@ ModelSource = Annotated[RandomModel | PretrainedModel | PackagedGguf, Field(disc
 
 
 class Optimizer(Closed):
-    """AdamW. `grad_clip` bounds the gradient's norm after the one scaling at the optimizer boundary."""
+    """AdamW. `grad_clip` bounds the gradient's norm after the one scaling at the optimizer boundary.
+
+    The learning rate rises linearly over `warmup_steps`; with `total_steps` it then falls as a cosine and is
+    0 from that optimizer step on.
+    """
 
     learning_rate: float = Field(gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _warmup_ends_before_the_last_step(self) -> Optimizer:
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below total_steps {self.total_steps}")
+        return self
 
 
 class Algorithm(Closed):

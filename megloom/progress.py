@@ -47,7 +47,7 @@ def _rates(report: StepReport) -> dict[str, Rate]:
         for name, rate in evaluated.items():
             if name.startswith(f"{agent}/"):
                 own.setdefault(name, rate)
-        for name, rate in sorted(own.items())[:1]:
+        for name, rate in list(own.items())[:1]:
             shown[name] = rate
     return shown
 

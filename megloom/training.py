@@ -56,7 +56,7 @@ class _Follower(threading.Thread):
         self.table, self.reports = ProgressTable(), list[StepReport]()
         self.failure: str | None = None
         self._run, self._client = run, ServiceClient(home)
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         waited_for = None
@@ -64,7 +64,7 @@ class _Follower(threading.Thread):
             try:
                 page = self._client.steps(self._run, after=self.table.last_step, wait_s=POLL_S)
             except ServiceError:
-                if self._stop.wait(0.2):
+                if self._ended.wait(0.2):
                     return  # the job ended and no session is there: it never began
                 continue
             for report in page.steps:
@@ -80,7 +80,7 @@ class _Follower(threading.Thread):
 
     def finish(self) -> None:
         """Waits for the last step's line."""
-        self._stop.set()
+        self._ended.set()
         self.join(timeout=30.0)
 
 

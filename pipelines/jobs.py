@@ -13,10 +13,12 @@ from pydantic import Field
 
 from megloom.assets.session import follow_session
 from megloom.assets.system import load_system
+from megloom.compute.conductor.client import ServiceDown
 from megloom.compute.conductor.config import SessionConfig
 from megloom.resources.compute_service import ComputeService
 
 DEFAULT_WORKLOAD = "megloom.pipelines.systems.arithmetic_team:workload"
+RETRY_AFTER_S = 2.0  # a service that was killed needs a moment to be gone
 _KEEP = "Empty keeps the workload's own."
 
 
@@ -87,12 +89,14 @@ class TrainingSessionConfig(dg.Config):
 
 @dg.op(
     description="Trains a multi-agent system in the compute service and reports every step's assets.",
-    retry_policy=dg.RetryPolicy(max_retries=2, delay=2),
 )
 def training_session(
     context: dg.OpExecutionContext, config: TrainingSessionConfig, service: ComputeService
 ) -> None:
-    """Retried if the service was lost: the next attempt starts it again and continues the session."""
+    """Tried again if the service was lost: the next attempt starts it anew and continues the session.
+
+    A retry policy would not do: Dagster applies it to interrupts too, and a cancelled run would start again.
+    """
     try:
         session = config.session(context.dagster_run)
         system = load_system(session.workload, import_paths=session.import_paths)
@@ -107,7 +111,10 @@ def training_session(
             "megloom/config_hash": session.config_hash(),
         },
     )
-    status = follow_session(context, service.connect(), system, session)
+    try:
+        status = follow_session(context, service.connect(), system, session)
+    except ServiceDown as error:
+        raise dg.RetryRequested(max_retries=2, seconds_to_wait=RETRY_AFTER_S) from error
     context.log.info(f"session run={status.run} {status.state} at step={status.step}")
 
 

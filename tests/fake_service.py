@@ -7,6 +7,7 @@ program it serves an endless session to a Dagster instance, for looking at the U
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,6 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -189,7 +189,7 @@ class FakeService:
     poll with the number of polls so far. Written to by the test and by the server's threads, under `changed`.
     """
 
-    home: Path
+    home: Path = Path("nowhere")
     reports: Sequence[StepReport] = ()
     num_released: int | None = None
     failure: str | None = None
@@ -277,7 +277,7 @@ class FakeService:
         return [report for report in self.committed() if report.step > after]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(service: FakeService) -> Iterator[FakeService]:
     """Runs the service on a free port until the block ends, its address and token in its home."""
     token = secrets.token_hex(16)
@@ -296,10 +296,11 @@ def serving(service: FakeService) -> Iterator[FakeService]:
             if self.headers.get("Authorization") == f"Bearer {token}":
                 code, answer = service.answer(method, self.path, body)
             text = json.dumps(answer).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            with contextlib.suppress(BrokenPipeError):  # an interrupted client has gone
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

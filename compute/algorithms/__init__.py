@@ -1,0 +1,1 @@
+"""Advantages on plain floats; pure."""

@@ -1,4 +1,12 @@
-"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, 2503.14476)."""
+"""GRPO: a group's own mean is the baseline.
+
+    A_i = (r_i − mean(r)) / (std(r) + ε)     std with Bessel's correction, ε = 1e-6     normalise="std"
+    A_i =  r_i − mean(r)                                                                normalise="none"
+
+Source: DeepSeekMath (arXiv 2402.03300); "none" is Dr. GRPO (arXiv 2503.20783); the separate upper clip is
+clip-higher of DAPO (arXiv 2503.14476). Deviations: no KL term; a group whose rewards agree to float32
+precision, or that is smaller than `min_group_size`, has advantages of exactly zero.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +18,36 @@ from pydantic import Field
 
 from megloom.compute.workload import Algorithm
 
-EPS = 1e-6
-RELATIVE_ZERO = 1e-9
+_EPSILON = 1e-6  # added to std, in reward units; the value that all peers use
+_SAME_REWARD = 2.0**-21  # relative to the largest reward: 4 float32 ulps, so float noise is not a signal
 
 
 class Grpo(Algorithm):
-    """Advantage of member i of a group: (r_i - mean r) / (std r + eps), std with ddof=1."""
+    """The knobs. The ratio is clipped to [1 − clip_low, 1 + clip_high]."""
 
     name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0, le=1)
     clip_high: float = Field(default=0.28, ge=0)
     normalise: Literal["std", "none"] = "std"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "episode-mean"] = "token-mean"
     min_group_size: int = Field(default=2, ge=2)
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
-        """One advantage per reward; exact zeros for a group without a signal or below the minimum size."""
-        count = len(rewards)
-        if count < self.min_group_size:
-            return [0.0] * count
-        mean = math.fsum(rewards) / count
+        """One advantage per scored member of a group, in the order given.
+
+        Two passes in float64; sums are exact (fsum), so that the order of members cannot matter.
+        Raises: ValueError for a reward that is not finite: unscored members never enter.
+        """
+        for position, reward in enumerate(rewards):
+            if not math.isfinite(reward):
+                raise ValueError(f"reward {position} of the group is {reward}, expected a finite number")
+        if len(rewards) < self.min_group_size:
+            return [0.0] * len(rewards)
+        mean = math.fsum(rewards) / len(rewards)
         centred = [reward - mean for reward in rewards]
-        if max(map(abs, centred)) <= RELATIVE_ZERO * max(1.0, max(map(abs, rewards))):
-            return [0.0] * count
+        if max(map(abs, centred)) <= _SAME_REWARD * max(map(abs, rewards)):
+            return [0.0] * len(rewards)
         if self.normalise == "none":
             return centred
-        std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
-        return [value / (std + EPS) for value in centred]
+        std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
+        return [c / (std + _EPSILON) for c in centred]

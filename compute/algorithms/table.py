@@ -1,4 +1,4 @@
-"""Algorithms by name."""
+"""The algorithms by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ALGORITHMS: dict[str, type[Grpo]] = {"grpo": Grpo}
 
 
 def parse_algorithm(values: dict[str, Any]) -> Grpo:
-    """The knobs of the algorithm that `values["name"]` names.
+    """Returns the knobs of the class that `values["name"]` picks.
 
-    Raises: ValueError for an unknown name, naming the known ones.
+    Raises: ValueError for an unknown name, an unknown key or a value out of range.
     """
-    name = values.get("name", "")
+    name = values.get("name")
     if name not in ALGORITHMS:
-        raise ValueError(f"no algorithm {name!r} (known: {', '.join(sorted(ALGORITHMS))})")
+        raise ValueError(f"algorithm name: got {name!r}, known: {', '.join(sorted(ALGORITHMS))}")
     return ALGORITHMS[name].parse(values)

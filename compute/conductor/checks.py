@@ -90,10 +90,11 @@ def _warnings(
     share = truncated / len(vertices) if vertices else 0.0
     over = [f"{truncated} of {len(vertices)} calls hit max_tokens"] if share > MAX_TRUNCATED_SHARE else []
     yield _check("truncation", over, blocking=False, good=f"{truncated} of {len(vertices)} calls truncated")
-    gaps = {
-        policy: max((t.report.max_logprob_gap for t in lane.taken if t.report is not None), default=0.0)
-        for policy, lane in lanes.items()
-    }
+    gaps = {policy: _largest_gap(lane) for policy, lane in lanes.items()}
     wide = [f"{policy}: {gap:.2g}" for policy, gap in gaps.items() if gap > MAX_ON_POLICY_GAP]
     largest = max(gaps.values(), default=0.0)
     yield _check("train_infer_mismatch", wide, blocking=False, good=f"largest logprob gap {largest:.2g}")
+
+
+def _largest_gap(lane: LaneStep) -> float:
+    return max((t.report.max_logprob_gap or 0.0 for t in lane.taken if t.report), default=0.0)

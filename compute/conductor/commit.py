@@ -33,6 +33,7 @@ async def commit_step(
     step = run.ledger.next_step
     for policy in work:
         run.lanes[policy].record_step()
+        await run.store.flush()
     timeline = [*engine_intervals(run, ended), *(i for name in work for i in run.lanes[name].intervals)]
     for interval in timeline:
         run.store.record(interval)

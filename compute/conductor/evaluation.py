@@ -53,13 +53,13 @@ def reward_rate(ended: Iterable[EndedEpisode]) -> Rate:
 
 
 def metric_rates(ended: Iterable[EndedEpisode]) -> dict[str, Rate]:
-    """The workload's own metrics, summed as pairs."""
+    """The workload's own metrics, summed as pairs, in the workload's order."""
     sums: dict[str, Rate] = {}
     for member in ended:
         for name, (value, count) in member.outcome.metrics.items():
             old = sums.get(name, (0.0, 0))
             sums[name] = (old[0] + value, old[1] + count)
-    return dict(sorted(sums.items()))
+    return sums
 
 
 def _episode(step: int, task_id: str, draw: int) -> Episode:

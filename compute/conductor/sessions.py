@@ -100,6 +100,9 @@ class SessionTable:
                 with paths.events.open("a") as file:
                     file.writelines(f"{line}\n" for line in lines)
 
+            def discard_uncommitted(policy: str, version: int) -> None:
+                discard_after(Path(paths.weights(policy)), version)
+
             session = Session(
                 config=config,
                 backend=LocalBackend(config=config, home=self._home, cluster=self._cluster),
@@ -108,9 +111,7 @@ class SessionTable:
                 epoch=self._epoch,
                 wall_time=self._wall_time,
                 write_events=write_events,
-                discard_uncommitted=lambda policy, version: discard_after(
-                    Path(paths.weights(policy)), version
-                ),
+                discard_uncommitted=discard_uncommitted,
             )
             self._sessions[config.run] = session
             ready.set_result(session)

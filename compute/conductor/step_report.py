@@ -168,7 +168,7 @@ def mean_loss(work: LaneStep) -> float | None:
 def _policy(run: Run, policy: str, work: LaneStep | None, published: Published | None) -> PolicyReport:
     committed = run.ledger.policies[policy]
     batches = work.taken if work else []
-    sampled = [t.report for t in batches if t.report and t.batch.loss != "imitation"]
+    gaps = [t.report.max_logprob_gap for t in batches if t.report and t.report.max_logprob_gap is not None]
     return PolicyReport(
         trained=published is not None,
         version=published.version if published else committed.version,
@@ -180,7 +180,7 @@ def _policy(run: Run, policy: str, work: LaneStep | None, published: Published |
         num_micro_batches=len(batches),
         loss=mean_loss(work) if work else None,
         grad_norm=work.update.grad_norm if work and work.update else None,
-        max_logprob_gap=max((report.max_logprob_gap for report in sampled), default=None),
+        max_logprob_gap=max(gaps, default=None),
         max_off_policy_steps=0,
         micro_batches=[
             {

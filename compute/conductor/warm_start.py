@@ -63,4 +63,5 @@ async def _imitate(run: Run, lane: GradientLane, rows: list[DemonstrationRow]) -
                 version_spans=None,
             )
         )
+    await run.store.flush()  # tens of thousands of records: they must not wait for the commit in memory
     return work, published

@@ -6,7 +6,6 @@ replaced; the returned tensors do not alias the file. Called at start and at eve
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from megloom.compute.state.weights import MODEL_FILE, file_digest
 
 ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Architecture → whether queries and keys are normalised per head."""
@@ -175,7 +176,7 @@ def _listed_digest(folder: Path) -> str | None:
 def verify(model_path: str | Path, digest: str | None) -> None:
     """Checks the weights against `digest` and against `digest` in a `manifest.json` beside them, if given.
 
-    A digest is the hex blake2b (64 bytes) of `model.safetensors`.
+    A digest is that of `state.weights.file_digest`.
 
     Raises: ValueError on disagreement, FileNotFoundError if there is a digest but no file to check.
     """
@@ -183,7 +184,6 @@ def verify(model_path: str | Path, digest: str | None) -> None:
     expected = {value for value in (digest, _listed_digest(folder)) if value is not None}
     if not expected:
         return
-    with (folder / "model.safetensors").open("rb") as file:
-        actual = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+    actual = file_digest(folder / MODEL_FILE)
     if expected != {actual}:
         raise ValueError(f"{folder}: weights have digest {actual}, expected {sorted(expected)}")

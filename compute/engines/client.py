@@ -7,6 +7,7 @@ second sample; ids, logprobs and counts of an answer agree or the answer is refu
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -170,6 +171,7 @@ class HttpEngine:
         self._url = url.rstrip("/")
         self._assumed = assumed
         self._info: EngineInfo | None = None
+        self._info_lock = asyncio.Lock()
         self._pause_mode: PauseMode | None = None
         self._control_timeout = aiohttp.ClientTimeout(total=control_timeout_s, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
@@ -205,12 +207,17 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`."""
-        limits = self._info or await self.info()
+        limits = self._info or await self._first_info()
         check_request(request, limits.vocab_size, limits.context_length)
         answer = await self._call(
             "POST", self._generate_url, f"rid={request.rid}", encode_request(request), control=False
         )
         return decode_completion(answer, request)
+
+    async def _first_info(self) -> EngineInfo:
+        """Returns the limits that requests are checked against; asks once for all callers."""
+        async with self._info_lock:
+            return self._info or await self.info()
 
     async def abort(self, rid: str) -> None:
         """See `Engine.abort`."""

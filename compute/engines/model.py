@@ -101,6 +101,8 @@ class SlotModel:
         self.config = config
         self.weights = weights
         self._device = device
+        # a host tensor in the weights' dtype: a Python number would be converted anew by every operator
+        self._eps = torch.tensor(config.rms_norm_eps, dtype=weights.embedding.dtype)
         self._frequencies = inverse_frequencies(config)
         self._cis = rotations(self._frequencies, 0).to(device)
 
@@ -156,7 +158,7 @@ class SlotModel:
 
         `ids` `[B, S]`; the cache already holds every earlier position of each row.
         """
-        eps = self.config.rms_norm_eps
+        eps = self._eps
         num_positions = rows.mask.shape[-1]
         cis = self._rotations(rows.positions, num_positions)
         span = slice(rows.first_slot, rows.first_slot + ids.shape[0])
@@ -191,7 +193,7 @@ class SlotModel:
         heads = qkv.view(num_rows * width, num_heads + 2 * num_kv, dim)
         turning = heads[:, : num_heads + num_kv]
         if layer.head_norm is not None:
-            turning = _rms_norm(turning, layer.head_norm, config.rms_norm_eps)
+            turning = _rms_norm(turning, layer.head_norm, self._eps)
         turned = rotate(turning, cis).view(num_rows, width, num_heads + num_kv, dim)
         where = (rows.slots[:, None], slice(None), rows.positions)
         keys[where] = turned[:, :, num_heads:]
@@ -228,13 +230,13 @@ def _attend(
     return mixed.view(queries.shape)
 
 
-def _rms_norm(features: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(features: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """Returns `features / sqrt(mean(features²) + eps) · weight` over the last dimension.
 
     On a CPU `F.rms_norm` is a dozen operators; this is five.
     """
     if features.is_cuda:
-        return F.rms_norm(features, features.shape[-1:], None, eps) * weight
+        return F.rms_norm(features, features.shape[-1:], None, float(eps)) * weight
     norm = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
-    scale = norm.square_().div_(features.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(eps, norm, norm, value=1 / features.shape[-1]).rsqrt_()
     return (features * scale).mul_(weight)

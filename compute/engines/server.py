@@ -193,6 +193,11 @@ def serve(args: EngineArgs) -> None:
         asyncio.run(_serve(args, listener))
 
 
+def serve_values(values: dict[str, Any]) -> None:
+    """`serve` for a forked process, whose arguments arrive as plain data."""
+    serve(EngineArgs(**values))
+
+
 def parse_args(argv: list[str] | None = None) -> EngineArgs:
     """Returns the arguments of the command line and the token of the environment; exits on a mistake."""
     parser = argparse.ArgumentParser(

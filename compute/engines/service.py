@@ -8,6 +8,7 @@ for live requests (SGLang's writer priority).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from megloom.compute.engines.wire import BadRequest
 _MAX_INTAKE_ROUNDS = (
     8  # loop rounds between two steps in which arriving requests may still join the next step
 )
-_RATE_WINDOW_S = 5.0  # length of the window over which tokens per second are measured
+_RATE_WINDOW_S = 5.0  # seconds of busy time over which tokens per second are measured
 
 
 class EngineStopped(Exception):
@@ -48,6 +49,7 @@ class EngineService:
         self._work = asyncio.Event()  # set while a step would make progress
         self._quiet = asyncio.Event()  # set when an update may look again whether it can start
         self._num_arrivals = 0
+        self._recent_s = self._recent_tokens = 0.0
         self._failure: BaseException | None = None
 
     @property
@@ -81,21 +83,24 @@ class EngineService:
         Consumes: requests in the batcher. Waits for: work while not paused. Woken by: `generate`, `resume`.
         """
         try:
-            window_start, tokens_before = time.perf_counter(), 0
             while True:
                 await self._work.wait()
+                start, num_before = time.perf_counter(), self.num_sampled
                 for request in self._batcher.step():
                     self._deliver(request)
                 self._update_events()
-                now = time.perf_counter()
-                if now - window_start > _RATE_WINDOW_S or not self._batcher.busy:
-                    self.tokens_per_s = (self.num_sampled - tokens_before) / (now - window_start)
                 await self._take_in()
-                if now - window_start > _RATE_WINDOW_S or not self._batcher.busy:
-                    window_start, tokens_before = time.perf_counter(), self.num_sampled
+                self._measure(time.perf_counter() - start, self.num_sampled - num_before)
         except BaseException as error:
             self.stop(error)
             raise
+
+    def _measure(self, elapsed_s: float, num_tokens: int) -> None:
+        """Updates the tokens per second of busy time; what is older fades within the window."""
+        kept = math.exp(-elapsed_s / _RATE_WINDOW_S)
+        self._recent_s = self._recent_s * kept + elapsed_s
+        self._recent_tokens = self._recent_tokens * kept + num_tokens
+        self.tokens_per_s = self._recent_tokens / self._recent_s
 
     async def _take_in(self) -> None:
         """Lets the loop do its I/O; goes on while requests keep arriving, so that they share a prefill."""

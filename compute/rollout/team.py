@@ -26,6 +26,7 @@ class Call:
 
     def __init__(self, invocation_id: str, agent: str, arguments: tuple[Any, ...]) -> None:
         self.invocation_id, self.agent = invocation_id, agent
+        self.parents: dict[str, str] = {}  # invocation id → edge kind
         self.arguments = arguments
         self.token_ids: tuple[int, ...] = ()
         self._text: str | None = None
@@ -128,9 +129,16 @@ class CallBook:
             try:
                 prompt_ids = self._render(child)
             except Exception as error:  # the user's prompt function: whoever awaits the call gets the cause
-                child.fail(f"its prompt raised {type(error).__name__}: {error}")
+                self._fail_with_descendants(child, f"its prompt raised {type(error).__name__}: {error}")
             else:
                 self._events.call_prompt(CallPrompt(invocation_id=name, prompt_ids=prompt_ids))
+
+    def _fail_with_descendants(self, call: Call, failure: str) -> None:
+        """Fails a call that can never run, and the calls that wait for it: the graph will not."""
+        call.fail(failure)
+        for other in self._calls.values():
+            if not other.is_done and call.invocation_id in other.parents:
+                self._fail_with_descendants(other, f"its parent {call.invocation_id} failed: {failure}")
 
     def fail_open(self, failure: str) -> None:
         """Fails every pending call, so that whoever awaits one is woken."""
@@ -141,7 +149,7 @@ class CallBook:
     def open(self, agent: str, arguments: tuple[Any, ...], after: Sequence[Call]) -> Call:
         index = len(self._calls)
         call = Call(f"{self._prefix}-i{index:03d}", agent, arguments)
-        parents: dict[str, str] = {}
+        parents = call.parents
         for parent in _calls_in(arguments):
             parents[parent.invocation_id] = EdgeKind.DATA.value
         for parent in after:

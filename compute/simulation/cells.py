@@ -177,6 +177,7 @@ class ModelledTrainer:
         return GradientReport(
             micro_batch_id=batch.micro_batch_id,
             num_rows=len(batch.rows),
+            num_empty_rows=0,
             num_tokens=num_tokens,
             num_trainable=num_trainable,
             loss_sum=0.0,

@@ -34,6 +34,9 @@ class MemoryStore:
         if self._open.setdefault(key, record) != record:
             raise ValueError(f"{key[0]}: {key[1]} recorded twice with different content")
 
+    async def flush(self) -> None:
+        return None
+
     async def recover(self, run: str) -> None:
         return None
 

@@ -1,0 +1,1 @@
+"""Location-agnostic state: weight versions and durable files."""

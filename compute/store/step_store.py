@@ -20,6 +20,10 @@ class StepStore(Protocol):
         """Journals a final record under `step`, by default its own. Cheap, never blocks."""
         ...
 
+    async def flush(self) -> None:
+        """Returns when all that was recorded before is durable."""
+        ...
+
     async def recover(self, run: str) -> Sealed | None:
         """The last sealed step, None for a new run. Called before the first `record`."""
         ...

@@ -1,0 +1,1 @@
+"""Losses, the torch replica, and the process that serves its verbs."""

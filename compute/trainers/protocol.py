@@ -19,7 +19,8 @@ class TrainingRow:
 
     `loss_mask` is 1 where the policy sampled the token (or a demonstration teaches it), `logprobs` holds the
     behaviour logprobs there (temperature `temperature` applied, full support) and 0 elsewhere.
-    `weight` multiplies the row's token losses before they are summed.
+    The first token has no prefix, so it is never trainable. `weight` multiplies the row's token losses
+    before they are summed.
     """
 
     sample_id: str
@@ -42,7 +43,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReport:
-    """Sums over the micro-batch's trainable tokens, never means; `num_clipped` counts clipped ratios."""
+    """Sums over the micro-batch's trainable tokens, never means; `num_clipped` counts clipped ratios.
+
+    `num_rows` counts rows with a trainable token; the others, which contribute nothing, are `num_empty_rows`.
+    `max_logprob_gap` is max |trainer's − behaviour logprob|: near 0 if the weights are those that sampled.
+    None if the loss has no behaviour, or no token.
+    """
 
     micro_batch_id: str
     num_rows: int
@@ -50,8 +56,9 @@ class GradientReport:
     num_trainable: int
     loss_sum: float
     num_clipped: int
-    max_logprob_gap: float
+    max_logprob_gap: float | None
     seconds: float
+    num_empty_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,7 @@ class TrainerPlan:
     seed: int
     device: str = "cpu"
     threads: int = 1
+    budget_tokens: int | None = None  # padded tokens of one forward pass; None takes the device's own
 
 
 class TrainerError(Exception):
@@ -100,17 +108,34 @@ class Trainer(Protocol):
     """The verbs of a replica, in the order in which a step uses them."""
 
     async def create(self, weights_dir: str) -> Published:
-        """Makes version 0 from the plan's model source in `weights_dir` (or keeps one that is complete)."""
+        """Makes version 0 from the plan's model source in `weights_dir` (or keeps one that is complete).
+
+        `weights_dir` is the policy's own folder of versions. Nothing is loaded: `load` comes next.
+        """
         ...
 
     async def load(self, *, weights_uri: str, state_path: str | None) -> None:
-        """Loads weights, and moments, step, rng and cached gradients from `state_path` if given."""
+        """Loads weights, and moments, step, rng and cached gradients from `state_path` if given.
+
+        What was accumulated or loaded before is gone. The loaded version is the parent of the next published.
+        """
         ...
 
-    async def forward_backward(self, batch: MicroBatch) -> GradientReport: ...
+    async def forward_backward(self, batch: MicroBatch) -> GradientReport:
+        """Adds the micro-batch's gradient sums to the accumulation, all of them or, on an error, none.
+
+        Raises: TrainerError for a number that is not finite, naming the sample, and for a micro-batch whose
+        gradient is in the accumulation already.
+        """
+        ...
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
-        """Multiplies the accumulated sums by `scale`, clips, steps, and clears the accumulation."""
+        """Multiplies the accumulated sums by `scale`, clips, steps, and clears the accumulation.
+
+        Without a single trainable token nothing moves. `warm` steps use the plan's `warm_optimizer`, whose
+        moments are dropped at the first step that is not warm.
+        Raises: TrainerError if the gradient is not finite (no step; the accumulation is cleared).
+        """
         ...
 
     async def publish(self, *, weights_dir: str, version: int) -> Published:
@@ -118,7 +143,7 @@ class Trainer(Protocol):
         ...
 
     async def save(self, *, state_path: str) -> None:
-        """Writes weights, moments, step, rng, cached gradients and their micro-batch ids."""
+        """Writes weights, moments, step, rng, cached gradients and their micro-batch ids to one file."""
         ...
 
     async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""One file per trained system: what a user writes."""

@@ -3,6 +3,7 @@ import json
 import math
 
 import dagster as dg
+
 from megloom.assets.curves import WINDOW
 from megloom.assets.metadata import MAX_ROWS, MAX_SVG_BYTES, entries, picture, plot, rate_rows, table
 

@@ -1,8 +1,8 @@
 import xml.etree.ElementTree as ElementTree
 
-from tests.fake_service import step_report
 from megloom.assets.metadata import MAX_SVG_BYTES
 from megloom.assets.pictures import timeline
+from tests.fake_service import step_report
 
 
 def test_a_timeline_has_a_row_per_cell_and_a_colour_per_activity():

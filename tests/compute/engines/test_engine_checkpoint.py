@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from megloom.compute.engines.checkpoint import read_config, read_tensors, verify
+from megloom.compute.state.weights import file_digest
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_tensors_do_not_follow_later_writes_to_the_file(folder):
 
 
 def test_digest_is_checked_from_the_caller_and_from_the_manifest(folder):
-    digest = hashlib.blake2b((folder / "model.safetensors").read_bytes()).hexdigest()
+    digest = file_digest(folder / "model.safetensors")
     verify(folder, None)
     verify(folder, digest)
     with pytest.raises(ValueError, match=digest):

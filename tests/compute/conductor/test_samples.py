@@ -1,0 +1,124 @@
+"""From groups to training rows: grouping by (task, agent), unusable members out first, exact weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megloom.compute.algorithms.grpo import Grpo
+from megloom.compute.conductor.episodes import EndedEpisode, Episode
+from megloom.compute.conductor.samples import Aggregation, Sample, group_samples
+from megloom.compute.graph.meg import Vertex
+from megloom.compute.graph.states import InvocationState
+from megloom.compute.rollout.protocol import AgentPlan, CallScore, EpisodeOutcome, WorkloadPlan
+
+PLAN = WorkloadPlan(
+    name="team",
+    policies={},
+    agents={name: AgentPlan(policy=name, max_tokens=8, temperature=0.7) for name in ("planner", "solver")},
+    training={},
+    has_demonstrations=False,
+    reward_hash="",
+    code_hashes={},
+)
+
+
+def vertex(name: str, agent: str, num_tokens: int = 3) -> Vertex:
+    return Vertex(
+        invocation_id=name,
+        episode_id=name.rpartition("-a")[0],
+        agent=agent,
+        policy=agent,
+        index=0,
+        parents=(),
+        registered_s=0.0,
+        seed=0,
+        temperature=0.7,
+        max_tokens=8,
+        state=InvocationState.DONE,
+        prompt_ids=(1, 2),
+        token_ids=tuple(range(10, 10 + num_tokens)),
+        logprobs=tuple(-0.5 for _ in range(num_tokens)),
+        version_spans=((4, 0, num_tokens),),
+    )
+
+
+def member(number: int, planner: float | None, *solvers: float | None, state: str = "scored") -> EndedEpisode:
+    episode = Episode(
+        episode_id=f"g-m{number}", group_id="g", task_id="t", split="train", purpose="train", step=1, epoch=0,
+        member=number,
+    )  # fmt: skip
+    rewards = [("planner", planner), *(("solver", reward) for reward in solvers)]
+    vertices = [vertex(f"g-m{number}-a0-i{n}", agent, 3 + n) for n, (agent, _) in enumerate(rewards)]
+    calls = tuple(
+        CallScore(invocation_id=v.invocation_id, text="", reward=reward)
+        for v, (_, reward) in zip(vertices, rewards, strict=True)
+    )
+    outcome = EpisodeOutcome(episode_id=f"g-m{number}", state=state, reward=1.0, calls=calls)
+    return EndedEpisode(episode=episode, outcome=outcome, vertices=vertices)
+
+
+def samples_of(*members: EndedEpisode, **policies: Any) -> dict[str, list[Sample]]:
+    estimators = policies or {"planner": Grpo().advantages, "solver": Grpo().advantages}
+    return group_samples(run="r", step=1, plan=PLAN, members=members, advantages=estimators)
+
+
+def test_every_agent_has_its_own_baseline_over_all_its_calls_in_the_group() -> None:
+    samples = samples_of(member(0, 100.0, 1.0, 0.0), member(1, 300.0, 1.0, 0.0))
+    assert [round(s.record.advantage, 3) for s in samples["planner"]] == [-0.707, 0.707]
+    assert [round(s.record.advantage, 3) for s in samples["solver"]] == [0.866, -0.866, 0.866, -0.866]
+
+
+def test_the_scale_of_one_agents_reward_does_not_touch_another() -> None:
+    small = samples_of(member(0, 1.0, 1.0), member(1, 0.0, 0.0))
+    large = samples_of(member(0, 100.0, 1.0), member(1, 0.0, 0.0))
+    assert [s.record.advantage for s in small["solver"]] == [s.record.advantage for s in large["solver"]]
+
+
+def test_unscored_members_leave_before_the_statistics() -> None:
+    with_failure = samples_of(member(0, 1.0), member(1, 0.0), member(2, None), member(3, 5.0, state="failed"))
+    without = samples_of(member(0, 1.0), member(1, 0.0))
+    assert [s.record.advantage for s in with_failure["planner"]] == [
+        s.record.advantage for s in without["planner"]
+    ]
+
+
+def test_a_group_without_a_signal_is_recorded_as_dropped_and_not_sent() -> None:
+    samples = samples_of(member(0, 1.0), member(1, 1.0))["planner"]
+    assert [s.record.state for s in samples] == ["dropped", "dropped"] and all(s.row is None for s in samples)
+
+
+def test_a_single_scored_member_has_no_advantage() -> None:
+    (sample,) = samples_of(member(0, 1.0), member(1, None))["planner"]
+    assert sample.row is None
+
+
+def test_a_frozen_policy_has_no_samples() -> None:
+    assert set(samples_of(member(0, 1.0, 1.0), member(1, 0.0, 0.0), solver=Grpo().advantages)) == {"solver"}
+
+
+def test_a_row_holds_the_path_with_its_mask_logprobs_and_temperature() -> None:
+    row = samples_of(member(0, 1.0), member(1, 0.0))["planner"][0].row
+    assert row is not None and row.temperature == 0.7
+    assert row.token_ids.tolist() == [1, 2, 10, 11, 12] and row.loss_mask.tolist() == [0, 0, 1, 1, 1]
+    assert np.allclose(row.logprobs, [0, 0, -0.5, -0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights", "denominator"),
+    [
+        ("token-mean", [1, 1, 1, 1], 4 + 5 + 4 + 5),
+        ("seq-mean-token-mean", [1 / 4, 1 / 5, 1 / 4, 1 / 5], 4),
+        ("episode-mean", [1 / 9, 1 / 9, 1 / 9, 1 / 9], 2),
+    ],
+)
+def test_weights_and_denominator_of_each_aggregation(
+    aggregation: Any, weights: list[float], denominator: int
+) -> None:
+    samples = samples_of(member(0, 0.0, 1.0, 0.0), member(1, 0.0, 1.0, 0.0))["solver"]
+    rule = Aggregation(name=aggregation)
+    weighed = rule.weigh(samples)
+    assert [s.row.weight for s in weighed if s.row] == pytest.approx(weights)
+    assert rule.denominator(weighed) == denominator
