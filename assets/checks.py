@@ -57,7 +57,7 @@ def definition(system: System) -> dg.AssetChecksDefinition:
         dg.AssetCheckSpec(HEALTHY, asset=key, description="Warns; the session goes on."),
     ]
 
-    @dg.multi_asset_check(name=f"{system.name}_latest_step", specs=specs)
+    @dg.multi_asset_check(name=f"{system.name}_latest_step", specs=specs, can_subset=True)
     def judge_latest_step(
         context: dg.AssetCheckExecutionContext, service: ComputeService
     ) -> Iterator[dg.AssetCheckResult]:
@@ -65,7 +65,9 @@ def definition(system: System) -> dg.AssetChecksDefinition:
         if latest is None or latest.asset_materialization is None:
             raise dg.Failure(f"{key.to_user_string()} was never materialized", allow_retries=False)
         run, step = split_step_key(latest.asset_materialization.partition or "")
-        yield from results(system, service.connect().steps(run, after=step - 1, wait_s=0).steps[0])
+        report = service.connect().steps(run, after=step - 1, wait_s=0).steps[0]
+        wanted = {key.name for key in context.selected_asset_check_keys}
+        yield from (result for result in results(system, report) if result.check_name in wanted)
 
     return judge_latest_step
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dagster as dg
 
-from megloom.assets.metadata import picture, table
+from megloom.assets.metadata import table
 from megloom.assets.partitions import train_step
-from megloom.assets.pictures import timeline
+from megloom.assets.pictures import COLOUR_NAMES, OTHER_NAME, timeline
 from megloom.assets.step import (
     CODE_VERSION,
     CommittedStep,
@@ -47,10 +47,15 @@ def event(step: CommittedStep) -> dg.AssetMaterialization:
             "completion_tokens_per_s": report.num_completion_tokens / step.seconds
             if step.seconds > 0
             else None,
-            "timeline": picture(timeline(step.report.timeline), title="cells and what they did"),
+            "timeline": timeline(step.report.timeline, title="cells and what they did"),
             "activities": table(
                 [
-                    {"activity": name, "seconds": value, "share": value / busy_s if busy_s else None}
+                    {
+                        "colour": COLOUR_NAMES.get(name, OTHER_NAME),
+                        "activity": name,
+                        "seconds": value,
+                        "share": value / busy_s if busy_s else None,
+                    }
                     for name, value in seconds.items()
                 ]
             ),

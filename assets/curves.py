@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 
 from megloom.compute.conductor.reports import StepReport, ratio
 
-WINDOW = 60  # points of a sparkline: more is neither readable nor below the size of an inline picture
+WINDOW = 40  # points of a plot: with more it would not be shown inline
 
 
 class Curves:

@@ -25,7 +25,7 @@ def specs(system: System) -> list[dg.AssetSpec]:
             deps=[asset_key(system, "meg_partition")],
             description=f"Micro-batches whose raw gradient sums make the step's one update of {policy}.",
             group_name=system.name,
-            kinds={"torch"},
+            kinds={"gradient", "torch"},
             code_version=CODE_VERSION,
             partitions_def=train_step,
         )

@@ -30,7 +30,7 @@ def specs(system: System) -> list[dg.AssetSpec]:
             deps=[asset_key(system, "micro_batch_gradients", policy)] if trained else [],
             description=f"Committed weights of {policy}; its agents: {', '.join(system.agents_of(policy))}.",
             group_name=system.name,
-            kinds={"torch", "safetensors"},
+            kinds={"weights", "safetensors"},
             code_version=CODE_VERSION,
             partitions_def=train_step,
         )
@@ -40,7 +40,7 @@ def specs(system: System) -> list[dg.AssetSpec]:
         asset_key(system, "behavior_policy"),
         description="The policy versions that sample the step: those that the step before committed.",
         group_name=system.name,
-        kinds={"torch"},
+        kinds={"weights"},
         code_version=CODE_VERSION,
         partitions_def=train_step,
     )

@@ -119,5 +119,5 @@ def _run_config(config: SessionConfig) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if value is not None}
     return {
         "ops": {"training_session": {"config": values}},
-        "loggers": {"console": {"config": {"log_level": "ERROR"}}},
+        "loggers": {"console": {"config": {"log_level": "CRITICAL"}}},  # the cause is printed once, by us
     }

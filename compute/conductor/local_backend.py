@@ -28,6 +28,7 @@ from megloom.compute.trainers.protocol import TrainerPlan
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 60.0  # a forked child listens within a second; a first import may take longer
+KEEP_ALIVE_S = 300.0  # our engines keep connections for ten minutes; a new one costs as much as a call
 STOP_GRACE_S = 2.0
 
 
@@ -84,7 +85,9 @@ class LocalBackend:
         }
         await self._start(name, "megloom.compute.engines.server:serve_values", args)
         address = await self._connected(name, _read_address(address_file))
-        engine = HttpEngine(f"http://{address['host']}:{address['port']}", self._token)
+        engine = HttpEngine(
+            f"http://{address['host']}:{address['port']}", self._token, keep_alive_s=KEEP_ALIVE_S
+        )
         await engine.info()
         self._clients[name] = engine
         return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from megloom.compute.conductor.gradients import GradientLane, LaneStep
 from megloom.compute.conductor.run import Run
@@ -40,6 +41,8 @@ async def imitate(run: Run, *, num_examples: int) -> tuple[dict[str, LaneStep], 
 async def _imitate(run: Run, lane: GradientLane, rows: list[DemonstrationRow]) -> tuple[LaneStep, Published]:
     step, policy = run.ledger.next_step, rows[0].policy
     work = lane.begin(step, run.ledger.policies[policy].version)
+    # Neighbours come from one dialogue: a batch of them would be worth far less than its size.
+    random.Random(derive_seed(run.config.seed, "shuffle", policy, step)).shuffle(rows)
     samples = demonstration_samples(run=run.name, step=step, first=0, rows=rows)
     for start in range(0, len(samples), run.training.warm_batch):
         await lane.imitate(samples[start : start + run.training.warm_batch])

@@ -92,8 +92,8 @@ def convert_gguf(source: PackagedGguf, cache_dir: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # heavy, and only this source needs it
 
     transformers_logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     # The weights are plain floats by now, but save_pretrained would still refuse: "quantized with gguf".
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config

@@ -20,6 +20,7 @@ from torch import Tensor
 from megloom.compute.trainers.protocol import TrainerError, TrainingRow
 
 DEFAULT_BUDGET_TOKENS = {"cpu": 1024, "cuda": 32768}
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ def check_row(row: TrainingRow, *, vocab_size: int, needs_behaviour: bool) -> No
         return
     if not row.temperature > 0:
         raise TrainerError(f"sample {row.sample_id}: temperature {row.temperature}, expected above 0")
-    if not np.isfinite([row.advantage, row.weight]).all():
+    if not (abs(row.advantage) <= _MAX_FLOAT32 and abs(row.weight) <= _MAX_FLOAT32):
         raise TrainerError(f"sample {row.sample_id}: advantage {row.advantage}, weight {row.weight}")
     if needs_behaviour and not np.isfinite(row.logprobs[mask]).all():
         where = np.flatnonzero(mask & ~np.isfinite(row.logprobs))

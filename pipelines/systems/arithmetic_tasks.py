@@ -16,12 +16,11 @@ from megloom.compute.workload import Demonstration
 
 NUM_TERMS = (3, 3)
 NUM_HELD_OUT, HELD_OUT_SEED = 500, 777
-NUM_TRAIN, TRAIN_SEED = 3000, 1000
+NUM_TRAIN, TRAIN_SEED = 2600, 1000
 FORGETS, SLIPS, STOPS_EARLY, CHOOSES_BLINDLY = 0.2, 0.1, 0.25, 0.5  # the teacher's carelessness
 
-PLAN = re.compile(r"first \d( then [+-] \d)+")
-STEP = re.compile(r"([+-]) (\d) = (-?\d+)")
-TRY = re.compile(r"first \d( then [+-] \d = -?\d+)+ answer (-?\d+)")
+PLAN = re.compile(r"\d [+-] \d( then [+-] \d)*")  # "7 - 5 then - 9"
+TRY = re.compile(r"\d( [+-] \d = (-?\d+))+")  # "7 - 5 = 2 - 9 = -7", whose answer is -7
 
 
 def held_out_rows() -> list[dict[str, Any]]:
@@ -34,52 +33,46 @@ def train_rows() -> list[dict[str, Any]]:
     return _rows(NUM_TRAIN, TRAIN_SEED, avoid={row["prompt"] for row in held_out_rows()})
 
 
-def answer_of(text: str) -> str | None:
-    """The answer of a well-formed try, else None."""
+def answer_of(text: str) -> str:
+    """The answer of a well-formed try, else "none"."""
     match = TRY.fullmatch(text)
-    return match[2] if match else None
+    return match[2] if match else "none"
 
 
 def teach(num: int, seed: int) -> Iterator[Demonstration]:
-    """`num` dialogues on training tasks: a plan, three tries and a choice each."""
+    """`num` dialogues on training tasks: a plan, six tries, and a choice among the first three."""
     dice = random.Random(seed)
     rows = train_rows()
     for _ in range(num):
         row = dice.choice(rows)
         task, truth = row["prompt"], row["reward_model"]["ground_truth"]
         plan = _plan(task, dice)
-        tries = [_try(plan, dice) for _ in range(3)]
-        right = [name for name, text in zip("abc", tries, strict=True) if answer_of(text) == truth]
+        tries = [_try(plan, dice) for _ in range(6)]
+        right = [name for name, text in zip("abc", tries[:3], strict=True) if answer_of(text) == truth]
         blind = not right or dice.random() < CHOOSES_BLINDLY
         yield Demonstration(agent="planner", arguments=(task,), answer=plan)
         for text in tries:
             yield Demonstration(agent="solver", arguments=(task, plan), answer=text)
         choice = dice.choice("abc" if blind else right)
-        yield Demonstration(agent="verifier", arguments=(task, *tries), answer=choice)
+        yield Demonstration(agent="verifier", arguments=(task, *tries[:3]), answer=choice)
 
 
 def _plan(task: str, dice: random.Random) -> str:
-    start, *signed = _terms(task)
-    if dice.random() < FORGETS:
+    start, *signed = re.findall(r"^\d|[+-] \d", task)
+    if len(signed) > 1 and dice.random() < FORGETS:
         signed.pop(dice.randrange(len(signed)))
-    return " then ".join([f"first {start}", *signed])
+    return f"{start} {' then '.join(signed)}"
 
 
 def _try(plan: str, dice: random.Random) -> str:
-    start, *signed = plan.removeprefix("first ").split(" then ")
+    start, *signed = re.findall(r"^\d|[+-] \d", plan)
     if len(signed) > 1 and dice.random() < STOPS_EARLY:
         signed.pop()
-    value, steps = int(start), [f"first {start}"]
+    value, text = int(start), start
     for term in signed:
         value += int(term.replace(" ", "")) + (dice.choice((-1, 1)) if dice.random() < SLIPS else 0)
-        steps.append(f"{term} = {value}")
-    return f"{' then '.join(steps)} answer {value}"
-
-
-def _terms(task: str) -> list[str]:
-    """["7", "- 5", "+ 9"] of "7 - 5 + 9"."""
-    words = task.split()
-    return [words[0], *(f"{sign} {digit}" for sign, digit in zip(words[1::2], words[2::2], strict=True))]
+        text += f" {term} = {value}"
+    return text
 
 
 def _rows(num: int, seed: int, avoid: set[str]) -> list[dict[str, Any]]:

@@ -22,11 +22,11 @@ from megloom.compute.workload import (
 from megloom.pipelines.systems.arithmetic_tasks import PLAN, answer_of, held_out_rows, teach, train_rows
 
 ROLES = ("planner", "solver", "verifier")
-WORDS = ("task", "plan", "first", "then", "answer", "a", "b", "c", "+", "-", "=")
+WORDS = ("plan", "then", "a", "b", "c", "+", "-", "=", "none")
 NUMBERS = tuple(str(number) for number in range(-40, 46))
 TOKENIZER = Tokenizer(
     special=("<pad>", "<user>", "<assistant>", "<end>", "<unk>"),
-    words=("task", "first", "a", "b", "c", *(f" {word}" for word in (*WORDS, *NUMBERS))),
+    words=("task", "a", "b", "c", *NUMBERS[40:50], *(f" {word}" for word in (*WORDS, *NUMBERS))),
     pattern=" ?[^ <>]+",
     chat_template="{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>",
     stop="<end>",
@@ -88,7 +88,7 @@ def score(task: Any, episode: Any) -> Score:
         metrics={
             "planner/well_formed": (float(well_formed), 1),
             "solver/correct": (float(num_right), len(tries)),
-            "solver/well_formed": (float(sum(a is not None for a in answers.values())), len(tries)),
+            "solver/well_formed": (float(sum(answer != "none" for answer in answers.values())), len(tries)),
             "verifier/right_choice": (float(chosen), int(num_right > 0)),
             "verifier/by_chance": (num_right / len(tries), int(num_right > 0)),
             "verifier/well_formed": (float(choice.text in is_right), 1),
@@ -97,22 +97,24 @@ def score(task: Any, episode: Any) -> Score:
 
 
 AGENTS = {
-    "planner": Agent(policy="planner", prompt=lambda task: f"task {task}", sampling=Sampling(max_tokens=10)),
+    "planner": Agent(policy="planner", prompt=lambda task: f"task {task}", sampling=Sampling(max_tokens=8)),
     "solver": Agent(
         policy="solver",
         prompt=lambda task, plan: f"task {task} plan {plan}",
-        sampling=Sampling(max_tokens=18),
+        sampling=Sampling(max_tokens=12),
     ),
     "verifier": Agent(
         policy="verifier",
-        prompt=lambda task, *tries: f"task {task}" + "".join(map(" {} {}".format, "abc", tries)),
+        prompt=lambda task, *tries: (
+            f"task {task}" + "".join(map(" {} {}".format, "abc", map(answer_of, tries)))
+        ),
         sampling=Sampling(max_tokens=3),
     ),
 }
 
 workload = Workload(
     name="arithmetic_team",
-    policies={"planner": policy(300), "solver": policy(900), "verifier": policy(300)},
+    policies={"planner": policy(150), "solver": policy(900), "verifier": policy(150)},
     agents=AGENTS,
     workflow=solve,
     reward=score,
@@ -123,7 +125,7 @@ workload = Workload(
         tasks_per_step=12,
         group_size=4,
         micro_batch_groups=4,
-        warm_examples=9600,
+        warm_examples=4800,
         warm_batch=32,
         eval_every=20,
         eval_small=100,

@@ -86,6 +86,7 @@ def test_padding_is_small_when_rows_are_ragged() -> None:
         ({"temperature": 0.0}, "temperature"),
         ({"advantage": math.nan}, "advantage nan"),
         ({"weight": math.inf}, "weight inf"),
+        ({"advantage": 1e39}, "advantage 1e"),
         ({"logprobs": np.full(7, np.nan, np.float32)}, "behaviour logprob of token 4 is nan"),
     ],
 )
