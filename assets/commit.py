@@ -24,7 +24,8 @@ def step_events(step: CommittedStep) -> Iterator[Event]:
     if report.kind == "train":
         yield rollouts.event(step)
     yield meg.event(step)
-    yield from (gradients.event(step, name) for name, policy in report.policies.items() if policy.trained)
+    with_gradient = (name for name, policy in report.policies.items() if policy.num_micro_batches)
+    yield from (gradients.event(step, name) for name in with_gradient)
     yield from (policies.version_event(step, name) for name in report.policies)
     if report.evaluation is not None:
         yield evaluation.event(step, report.evaluation)

@@ -53,6 +53,6 @@ def event(step: CommittedStep, policy: str) -> dg.AssetMaterialization:
             "max_off_policy_steps": report.max_off_policy_steps,
             "base_version": step.behavior_versions[policy],
             "micro_batches": table(report.micro_batches),
-            "micro_batches_not_shown": max(0, len(report.micro_batches) - MAX_ROWS) or None,
+            "micro_batches_not_shown": max(0, report.num_micro_batches - MAX_ROWS) or None,
         },
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dagster as dg
 
-train_step = dg.DynamicPartitionsDefinition(name="train_step")
+TRAIN_STEP = "train_step"
+train_step = dg.DynamicPartitionsDefinition(name=TRAIN_STEP)
 
 
 def step_key(run: str, step: int) -> str:

@@ -57,7 +57,7 @@ def version_event(step: CommittedStep, policy: str) -> dg.AssetMaterialization:
         policy,
         data_version=report.digest,
         policy_version=report.version,
-        inputs={gradients: gradient_version(step.report, policy)} if report.trained else None,
+        inputs={gradients: gradient_version(step.report, policy)} if report.num_micro_batches else None,
         metadata={
             "policy_version": report.version,
             "parent_version": report.parent_version,

@@ -11,7 +11,7 @@ import dagster as dg
 from megloom.assets import checks, reported
 from megloom.assets.commit import step_events
 from megloom.assets.curves import WINDOW, Curves
-from megloom.assets.partitions import step_key, train_step
+from megloom.assets.partitions import TRAIN_STEP, step_key
 from megloom.assets.step import CommittedStep
 from megloom.assets.system import System
 from megloom.compute.conductor.client import ServiceClient, ServiceDown, ServiceError
@@ -42,10 +42,10 @@ class StepReporter:
             return
         step = CommittedStep(system=self._system, status=status, report=report, curves=self._curves)
         keys = [step_key(report.run, report.step), step_key(report.run, report.step + 1)]
-        self._context.instance.add_dynamic_partitions(train_step.name, keys)
+        self._context.instance.add_dynamic_partitions(TRAIN_STEP, keys)
         for event in step_events(step):
             if reported.identity(event) not in self._partial:
-                self._context.log_event(event)
+                self._context.log_event(event)  # type: ignore[arg-type]  # checks are taken, not annotated
         failed = checks.failed_blocking(report)
         if failed:
             raise _failure(

@@ -23,7 +23,7 @@ def default_home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME).resolve()
 
 
-class ComputeService(dg.ConfigurableResource):  # type: ignore[type-arg]  # its value is itself
+class ComputeService(dg.ConfigurableResource):
     """Finds the service, and starts it where that is wanted."""
 
     home: str = Field(

@@ -24,7 +24,8 @@ from sqlalchemy.pool import NullPool
 def kept_engines(instance: dg.DagsterInstance) -> Iterator[None]:
     """Until the block ends, the instance's SQLite event log reuses its engines; connections stay short."""
     storage: Any = instance.event_log_storage
-    if type(storage) is not SqliteEventLogStorage or "_connect" in vars(storage):
+    is_sqlite = type(instance.event_log_storage) is SqliteEventLogStorage
+    if not is_sqlite or "_connect" in vars(storage):
         yield
         return
     storage._connect = _connector(storage)

@@ -80,7 +80,7 @@ def policy_report(step: int, name: str = "solver", **overrides: Any) -> PolicyRe
         "digest": f"digest-{name}-{step}",
         "num_samples": 32,
         "num_trainable": 256,
-        "num_micro_batches": 2,
+        "num_micro_batches": 2 if step else 0,
         "loss": None if step == 0 else 0.4 / step + 0.05 * noise.random(),
         "grad_norm": None if step == 0 else 0.5 + noise.random(),
         "max_logprob_gap": None if step == 0 else 3e-6,

@@ -80,7 +80,9 @@ def test_a_further_policy_adds_two_events():
 
 
 def test_an_untrained_policy_has_a_version_but_no_gradient():
-    kept = policy_report(2, "solver", trained=False, version=1, parent_version=0, digest="same")
+    kept = policy_report(
+        2, "solver", trained=False, num_micro_batches=0, version=1, parent_version=0, digest="same"
+    )
     events = events_of(2, policies={**step_report(2).policies, "solver": kept})
     assert "micro_batch_gradients/solver" not in names(events)
     version = materializations(events)["policy_version/solver"]
