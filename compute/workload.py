@@ -107,7 +107,7 @@ class Algorithm(Closed):
 
 
 class Policy(Closed):
-    """A set of trained weights. `warm_optimizer` serves the demonstration step, if the workload has one."""
+    """A set of trained weights. `warm_optimizer` serves the warm start; without it a new `optimizer` does."""
 
     model: ModelSource
     algorithm: Any

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
     demo = commands.add_parser("demo", help="train the three-agent arithmetic team and write a report")
-    _add_training(demo, steps=400, seed=0)
+    _add_training(demo, steps_required=False)
     demo.add_argument(
         "--model", choices=["default", "smollm2"], default="default",
         help="default: a tiny transformer from scratch; smollm2: SmolLM2-135M-Instruct, a few steps",
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a pipeline for a number of steps, or continue a run")
     train.add_argument("pipeline", metavar="PIPELINE", help="short name, or package.module:attribute")
-    _add_training(train, steps=None, seed=0)
+    _add_training(train, steps_required=True)
     train.add_argument("--run", required=True, help="name of the run; an existing one is continued")
     train.add_argument("--report", help="write an HTML report to this path at the end")
     train.set_defaults(command=_train)
@@ -96,11 +96,9 @@ def _add_home(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--home", help="folder of the service's files (default: $MEGLOOM_HOME or .megloom)")
 
 
-def _add_training(parser: argparse.ArgumentParser, *, steps: int | None, seed: int) -> None:
-    parser.add_argument(
-        "--steps", type=int, default=steps, required=steps is None, help="training steps in total"
-    )
-    parser.add_argument("--seed", type=int, default=seed, help="seed of tasks, sampling and weights")
+def _add_training(parser: argparse.ArgumentParser, *, steps_required: bool) -> None:
+    parser.add_argument("--steps", type=int, required=steps_required, help="training steps in total")
+    parser.add_argument("--seed", type=int, default=0, help="seed of tasks, sampling and weights")
     parser.add_argument("--duration-s", type=float, help="end with the first step that finishes after it")
     parser.add_argument(
         "--mode", choices=["frozen", "sync"], default="frozen",
@@ -135,20 +133,29 @@ def _demo(arguments: argparse.Namespace) -> int:
     from megloom.systems import resolve_system
 
     smollm2 = arguments.model == "smollm2"
-    workload = resolve_system("arithmetic_team", attribute="smollm2" if smollm2 else "workload")
-    if smollm2 and arguments.steps == 400:
-        arguments.steps = 2
-    elif arguments.duration_s is None:
+    if arguments.steps is None:
+        arguments.steps = SMOLLM2_STEPS if smollm2 else DEMO_STEPS
+    if arguments.duration_s is None and not smollm2:
         arguments.duration_s = DEMO_TRAINING_S
-    run = arguments.run or f"demo-{datetime.datetime.now():%m%d-%H%M%S}"
-    config = _session(arguments, workload=workload, run=run)
     if smollm2:
-        print("SmolLM2-135M on this CPU: " + SMOLLM2_NOTE, flush=True)
+        arguments.settings.insert(0, f"training.eval_tasks={SMOLLM2_EVAL_TASKS}")
+    run = arguments.run or f"demo-{datetime.datetime.now():%m%d-%H%M%S}"
+    name = "arithmetic_smollm2" if smollm2 else "arithmetic_team"
+    config = _session(arguments, workload=resolve_system(name), run=run)
+    if smollm2:
+        from megloom.estimate import smollm2_step_s
+
+        print(
+            f"SmolLM2-135M-Instruct: converting its weights takes about a minute, once; then a step takes"
+            f" about {smollm2_step_s():.0f} s on this CPU, and {config.steps} steps run",
+            flush=True,
+        )
     return _train_and_report(arguments, config, demo=True)
 
 
+DEMO_STEPS = 400  # more than fit into the time
 DEMO_TRAINING_S = 270.0  # leaves time of the six minutes for starting, the last evaluation and the report
-SMOLLM2_NOTE = "converting the weights takes about a minute once; then a step takes 3 to 6 minutes on 2 cores"
+SMOLLM2_STEPS, SMOLLM2_EVAL_TASKS = 2, 4
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -12,12 +12,12 @@ from pathlib import Path
 SYSTEMS = "megloom.pipelines.systems"
 
 
-def resolve_system(name: str, *, attribute: str = "workload") -> str:
+def resolve_system(name: str) -> str:
     """Returns `package.module:attribute` for a short name or a full one.
 
     Raises: ValueError with the nearest known name, if no such module exists.
     """
-    module, colon, own_attribute = name.partition(":")
+    module, colon, attribute = name.partition(":")
     full = module if "." in module or colon else f"{SYSTEMS}.{module}"
     try:
         found = importlib.util.find_spec(full) is not None
@@ -30,7 +30,7 @@ def resolve_system(name: str, *, attribute: str = "workload") -> str:
         raise ValueError(
             f"no pipeline {name!r}{hint} (known: {', '.join(known)}, or package.module:attribute)"
         )
-    return f"{full}:{own_attribute or attribute}"
+    return f"{full}:{attribute or 'workload'}"
 
 
 def known_systems() -> list[str]:
@@ -38,4 +38,4 @@ def known_systems() -> list[str]:
     spec = importlib.util.find_spec(SYSTEMS)
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [path for folder in folders for path in Path(folder).glob("*.py")]
-    return sorted(path.stem for path in files if not path.stem.startswith("_"))
+    return sorted(path.stem for path in files if "\nworkload = Workload(" in path.read_text())

@@ -16,6 +16,7 @@ class CellExit:
     """A process of the session ended by itself; `cause` holds its exit code and last log lines."""
 
     name: str
+    incarnation: int
     cause: str
 
 
@@ -27,6 +28,10 @@ class Backend(Protocol):
     async def start_worker(self, name: str, events: EpisodeEvents) -> Worker: ...
     async def start_trainer(self, name: str, plan: TrainerPlan) -> Trainer: ...
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine: ...
+    def incarnation(self, name: str) -> int:
+        """How often the cell was started; tells a late exit of an earlier life from one of this life."""
+        ...
+
     async def stop(self, name: str) -> None:
         """Ends a cell; its exit is not reported."""
         ...

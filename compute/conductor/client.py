@@ -47,15 +47,16 @@ class ServiceClient:
     def __init__(self, home: Path) -> None:
         self.home = home
 
-    def health(self) -> dict[str, Any]:
-        return self._request("GET", "/health")
+    def health(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+        return dict(self._request("GET", "/health", timeout_s=timeout_s))
 
     def start_session(self, config: SessionConfig) -> SessionStatus:
         """Starts the run, or continues it where it stopped; a running one is attached to."""
         return SessionStatus(**self._request("POST", "/sessions", config.model_dump(mode="json")))
 
-    def sessions(self) -> list[SessionStatus]:
-        return [SessionStatus(**entry) for entry in self._request("GET", "/sessions")["sessions"]]
+    def sessions(self, *, timeout_s: float = 10.0) -> list[SessionStatus]:
+        answer = self._request("GET", "/sessions", timeout_s=timeout_s)
+        return [SessionStatus(**entry) for entry in answer["sessions"]]
 
     def status(self, run: str) -> SessionStatus:
         return SessionStatus(**self._request("GET", f"/sessions/{urllib.parse.quote(run)}"))
@@ -92,7 +93,8 @@ class ServiceClient:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
-                text = json.loads(text)["error"]
+                error_body = json.loads(text)["error"]
+                text = error_body["message"] if isinstance(error_body, dict) else error_body
             raise ServiceError(f"{method} {path}: {error.code}: {text}") from None
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             raise ServiceDown(f"{method} {address['url']}{path}: {error}") from None
@@ -123,18 +125,17 @@ def ensure_service(home: Path, *, timeout_s: float = START_TIMEOUT_S) -> Service
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     client = ServiceClient(home)
-    child = None
     deadline = time.monotonic() + timeout_s
+    spawned = False
     while time.monotonic() < deadline:
         try:
             client.health()
             return client
         except ServiceDown:
             pass
-        if read_address(home) is None and (child is None or child.poll() is not None):
-            if child is not None:
-                break
-            child = _spawn(home)
+        if not spawned and read_address(home) is None:
+            _spawn(home)
+            spawned = True
         time.sleep(0.1)
     log_path = home / "service.log"
     tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else "(no log)"
@@ -143,15 +144,16 @@ def ensure_service(home: Path, *, timeout_s: float = START_TIMEOUT_S) -> Service
     )
 
 
-def _spawn(home: Path) -> subprocess.Popen[bytes]:
+def _spawn(home: Path) -> None:
+    """Starts the service detached; a second one in the same home ends at once (its file lock)."""
     with (home / "service.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "megloom.compute.conductor.service", "--home", str(home)],
+        subprocess.run(
+            [sys.executable, "-m", "megloom.compute.conductor.service", "--detach", "--home", str(home)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
             cwd=home,
+            check=False,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from megloom.compute.conductor.events import Clock, EventLog
@@ -60,6 +60,7 @@ class Dispatcher:
         self._policy_of: dict[str, str] = {}
         self._requests: dict[str, tuple[str, str]] = {}  # running invocation → (cell, request id)
         self.ends: CallEnds | None = None
+        self.lost_engine: Callable[[str, str], Awaitable[None]] | None = None  # brings a cell back
 
     def add_engine(self, cell: str, *, policy: str, capacity: int) -> None:
         self._balancers.setdefault(policy, Balancer()).add(cell, capacity=capacity)
@@ -75,7 +76,10 @@ class Dispatcher:
 
     def engine_down(self, cell: str, cause: str) -> None:
         """No more calls go there; those in flight fail on their own connection and re-enter."""
-        self._balancers[self._policy_of[cell]].mark_down(cell)
+        balancer = self._balancers[self._policy_of[cell]]
+        if cell not in balancer.up():
+            return
+        balancer.mark_down(cell)
         self._events.add("engine_down", cell=cell, cause=cause[:200])
 
     def engines_of(self, policy: str) -> dict[str, Engine]:
@@ -131,6 +135,7 @@ class Dispatcher:
             await self._abort(lease.cell, lease.request_id)
         except EngineUnavailable as error:
             retry, failure = True, str(error)
+            self._lose(lease, failure)
         except EngineError as error:
             failure = str(error)
         finally:
@@ -139,6 +144,14 @@ class Dispatcher:
         if vertex.state is InvocationState.RUNNING and vertex.attempt == attempt:
             self._end(vertex, completion, retry, failure)
         self._pump(vertex.policy)
+
+    def _lose(self, lease: Lease, cause: str) -> None:
+        """Takes an unreachable engine out at once: a call that re-enters must not meet it again."""
+        assert self.lost_engine is not None
+        if not self._balancers[self._policy_of[lease.cell]].is_current(lease):
+            return  # another call has told already
+        self.engine_down(lease.cell, cause)
+        self._tasks.create_task(self.lost_engine(lease.cell, cause), name=f"restart:{lease.cell}")
 
     def _end(self, vertex: Vertex, completion: Completion | None, retry: bool, failure: str) -> None:
         assert self.ends is not None

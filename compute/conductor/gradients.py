@@ -106,13 +106,13 @@ class GradientLane:
         await self._worker
         return self._step
 
-    async def imitate(self, samples: list[Sample]) -> None:
-        """Takes one demonstration micro-batch and steps at once (the warm start's inner loop)."""
+    async def imitate(self, samples: list[Sample], *, warm: bool) -> None:
+        """Takes one demonstration micro-batch and steps at once, in the warm start with its own optimizer."""
         taken = self._pack("imitation", samples)
         self._step.taken.append(taken)
         num_trainable = sum(sample.record.num_trainable for sample in samples)
         await self._take(taken)
-        self._step.update = await self.trainer.optim_step(scale=1.0 / num_trainable, warm=True)
+        self._step.update = await self.trainer.optim_step(scale=1.0 / num_trainable, warm=warm)
 
     async def finish(self, *, denominator: int, version: int, weights_dir: str, state_path: str) -> Published:
         """The policy's one optimizer step (raw sums divided by the exact count), its weights and its state.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 from dataclasses import asdict
@@ -13,28 +12,12 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megloom.compute.cluster.http import TokenGuard
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.sessions import SessionConflict, SessionTable, UnknownRun
 
 MAX_WAIT_S = 60.0
-
-
-class TokenGuard:
-    """Answers 401 to every request that lacks the token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope.get("headers", ()))
-        if scope["type"] == "http" and hmac.compare_digest(
-            headers.get(b"authorization", b""), self._expected
-        ):
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse({"error": "missing or wrong token"}, status_code=401)(scope, receive, send)
 
 
 class Api:

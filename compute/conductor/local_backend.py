@@ -43,7 +43,8 @@ class LocalBackend:
         self._token = secrets.token_hex(16)
         self._clients: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
-        self._stopping: set[str] = set()
+        self._life_of: dict[int, int] = {}  # pid → which life of its cell it is
+        self._stopping: set[int] = set()  # pids whose end was asked for
         self._watch = asyncio.get_running_loop().create_task(self._forward_exits(), name="backend:exits")
 
     async def start_worker(self, name: str, events: EpisodeEvents) -> WorkerClient:
@@ -71,7 +72,7 @@ class LocalBackend:
         return client
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine:
-        address_file = self._socket(name).with_suffix(".json")
+        address_file = self._socket(f"{name}.address")
         args = {
             "model_dir": uri,
             "policy": policy,
@@ -92,13 +93,17 @@ class LocalBackend:
         self._clients[name] = engine
         return engine
 
+    def incarnation(self, name: str) -> int:
+        return self._lives.get(name, 0)
+
     async def stop(self, name: str) -> None:
         client = self._clients.pop(name, None)
         if client is not None:
             await client.close()
         full = self._prefix + name
-        if self._cluster.pid(full) is not None:
-            self._stopping.add(full)
+        pid = self._cluster.pid(full)
+        if pid is not None:
+            self._stopping.add(pid)
             await self._cluster.kill(full, grace_s=STOP_GRACE_S)
 
     async def close(self) -> None:
@@ -111,7 +116,8 @@ class LocalBackend:
 
     async def _start(self, name: str, entry: str, args: dict[str, Any]) -> None:
         self._lives[name] = self._lives.get(name, 0) + 1
-        await self._cluster.start(ProcessSpec(name=self._prefix + name, entry=entry, args=args))
+        pid = await self._cluster.start(ProcessSpec(name=self._prefix + name, entry=entry, args=args))
+        self._life_of[pid] = self._lives[name]
 
     async def _connected(self, name: str, connecting: Any) -> Any:
         """The result of `connecting`, unless the process ends first.
@@ -138,14 +144,17 @@ class LocalBackend:
         queue = self._cluster.watch(self._prefix)
         while True:
             exit_ = await queue.get()
-            if exit_.name in self._stopping:
-                self._stopping.discard(exit_.name)
+            incarnation = self._life_of.pop(exit_.pid, 0)
+            if exit_.pid in self._stopping:
+                self._stopping.discard(exit_.pid)
                 continue
+            name = exit_.name.removeprefix(self._prefix)
             cause = f"exit code {exit_.code}; log ends: {exit_.log_tail[-1000:].strip()}"
-            self.exits.put_nowait(CellExit(name=exit_.name.removeprefix(self._prefix), cause=cause))
+            self.exits.put_nowait(CellExit(name=name, incarnation=incarnation, cause=cause))
 
     def _socket(self, name: str) -> Path:
-        life = self._lives.get(name, 0)
+        """A path of this life of the cell only: nobody reads what an earlier life left."""
+        life = self._lives.get(name.removesuffix(".address"), 0)
         return self._sockets / f"{name.replace('/', '.')}.{life}"
 
 

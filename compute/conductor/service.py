@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import datetime
 import fcntl
 import json
@@ -17,25 +16,17 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 
+from megloom.compute.cluster.http import QuietServer
 from megloom.compute.cluster.local import LocalCluster
 from megloom.compute.conductor.http_api import build_app
 from megloom.compute.conductor.sessions import SessionTable
 
 log = logging.getLogger(__name__)
 GRACE_S = 2  # for answers in flight when the service stops
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handling: that one ends the process before our clean-up."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(home: Path) -> None:
@@ -45,7 +36,7 @@ async def serve(home: Path) -> None:
     cluster = LocalCluster(home / "logs")
     table = SessionTable(home=home, cluster=cluster, epoch=epoch, wall_time=_wall_time)
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
-        server = _Server(
+        server = QuietServer(
             uvicorn.Config(
                 build_app(table, token=token, epoch=epoch),
                 http="httptools",
@@ -103,8 +94,14 @@ def _wall_time() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Megloom's conductor service (started by: megloom up)")
     parser.add_argument("--home", type=Path, required=True, help="folder of the service's files")
-    home = parser.parse_args().home.resolve()
+    parser.add_argument("--detach", action="store_true", help="go on in a process of its own session")
+    arguments = parser.parse_args()
+    home = arguments.home.resolve()
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if arguments.detach:
+        if os.fork():
+            os._exit(0)  # whoever started us waits for this exit only
+        os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     with (home / "service.lock").open("w") as lock:
         try:

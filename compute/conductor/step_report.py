@@ -187,6 +187,8 @@ def _policy(run: Run, policy: str, work: LaneStep | None, published: Published |
                 "micro_batch": taken.batch.micro_batch_id,
                 "rows": len(taken.batch.rows),
                 "tokens": taken.report.num_tokens if taken.report else 0,
+                "trainable": taken.report.num_trainable if taken.report else 0,
+                "loss_sum": taken.report.loss_sum if taken.report else None,
                 "seconds": round(taken.finished_s - taken.started_s, 4),
             }
             for taken in batches[:MAX_LISTED_BATCHES]

@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from megloom.compute.cluster.protocol import ClusterError
 from megloom.compute.conductor.backend import Backend
 from megloom.compute.conductor.config import Cells
 from megloom.compute.conductor.run import Run
+from megloom.compute.engines.protocol import EngineError
 from megloom.compute.rollout.protocol import EpisodeEvents, WorkerLost, WorkloadError
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ class Supervisor:
         self._worker_events, self._tokenizers = worker_events, tokenizers
         self._restarts: dict[str, int] = {}
         self._policy_of: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        run.dispatcher.lost_engine = self.restart_engine
 
     async def start_engines(self, cells: Cells) -> None:
         """Starts every engine on the version that its policy serves."""
@@ -53,6 +57,8 @@ class Supervisor:
         while True:
             exit_ = await self._backend.exits.get()
             self._run.events.add("cell_exit", cell=exit_.name, cause=exit_.cause[-300:])
+            if exit_.incarnation != self._backend.incarnation(exit_.name):
+                continue  # somebody has replaced it already
             if exit_.name in self._policy_of:
                 await self.restart_engine(exit_.name, exit_.cause)
             elif exit_.name.startswith("worker/"):
@@ -74,11 +80,23 @@ class Supervisor:
                 continue  # its exit is reported apart
 
     async def restart_engine(self, cell: str, cause: str) -> None:
-        """Fences an engine, ends it and starts it on the version to serve. Also the publisher's fence."""
-        self._run.dispatcher.engine_down(cell, cause)
-        await self._back_off(cell, cause)
-        await self._backend.stop(cell)
-        await self._start_engine(cell)
+        """Fences an engine, ends it and starts it on the version to serve. Also the publisher's fence.
+
+        Who asks while another restart of the cell is under way gets that one.
+        """
+        seen = self._backend.incarnation(cell)
+        async with self._locks.setdefault(cell, asyncio.Lock()):
+            if self._backend.incarnation(cell) != seen:
+                return
+            self._run.dispatcher.engine_down(cell, cause)
+            while True:
+                await self._back_off(cell, cause)
+                await self._backend.stop(cell)
+                try:
+                    await self._start_engine(cell)
+                    return
+                except (EngineError, ClusterError) as error:
+                    cause = str(error)
 
     async def _start_engine(self, cell: str) -> None:
         policy = self._policy_of[cell]

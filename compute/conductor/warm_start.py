@@ -45,7 +45,7 @@ async def _imitate(run: Run, lane: GradientLane, rows: list[DemonstrationRow]) -
     random.Random(derive_seed(run.config.seed, "shuffle", policy, step)).shuffle(rows)
     samples = demonstration_samples(run=run.name, step=step, first=0, rows=rows)
     for start in range(0, len(samples), run.training.warm_batch):
-        await lane.imitate(samples[start : start + run.training.warm_batch])
+        await lane.imitate(samples[start : start + run.training.warm_batch], warm=step == 0)
     published = await lane.publish(
         version=run.ledger.next_version(policy),
         weights_dir=run.paths.weights(policy),

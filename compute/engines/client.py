@@ -191,6 +191,8 @@ class HttpEngine:
 
         Raises: EngineUnavailable, EngineRefused.
         """
+        if self._session.closed:
+            raise EngineUnavailable(f"{what}: the client of {self._url} is closed")
         options: dict[str, Any] = {"timeout": self._control_timeout} if control else {}
         try:
             async with self._session.request(method, url, data=body, **options) as response:

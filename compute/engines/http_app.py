@@ -7,7 +7,6 @@ guarded too. Routes are plain ASGI callables, since one call costs less than a d
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from megloom.compute.cluster.http import TokenGuard
 from megloom.compute.engines.protocol import PauseMode
 from megloom.compute.engines.service import EngineService, EngineStopped
 from megloom.compute.engines.wire import BadRequest, Limits, format_completion, parse_generate
@@ -38,26 +38,6 @@ class EngineIdentity:
 
 class _Disconnected(Exception):
     """The client has gone; there is nobody to answer."""
-
-
-class TokenGuard:
-    """ASGI middleware that answers 401 to every HTTP request without the bearer token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        if not token:
-            raise ValueError("the engine needs a token, got an empty one")
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if scope["type"] == "http" and hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
-            return
-        await _error(401, "Unauthorized")(scope, receive, send)
 
 
 def _error(status: int, message: str) -> Response:

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from megloom.compute.cluster.http import QuietServer
 from megloom.compute.engines.batcher import Batcher
 from megloom.compute.engines.checkpoint import ModelConfig, read_config, read_tensors, verify
 from megloom.compute.engines.http_app import EngineApp, EngineIdentity
@@ -134,14 +134,6 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(_OneWriteTransport(transport))  # type: ignore[arg-type]
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handling: that one re-raises SIGTERM, which ends in a non-zero exit."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _publish_address(path: Path, host: str, port: int) -> None:
     """Writes the address whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -151,7 +143,7 @@ def _publish_address(path: Path, host: str, port: int) -> None:
 
 async def _serve(args: EngineArgs, listener: socket.socket) -> None:
     service, engine_app = build_app(args)
-    server = _Server(
+    server = QuietServer(
         uvicorn.Config(
             engine_app.app,
             http=_Protocol,

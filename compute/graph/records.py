@@ -265,7 +265,7 @@ RECORDS: dict[str, type] = {
 }
 SCHEMAS: dict[str, pa.Schema] = {table: _schema(record) for table, record in RECORDS.items()}
 KEYS: dict[str, tuple[str, ...]] = {
-    "tasks": ("task_id",),
+    "tasks": ("split", "task_id"),
     "groups": ("group_id",),
     "episodes": ("episode_id", "attempt"),
     "invocations": ("invocation_id",),

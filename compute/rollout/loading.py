@@ -78,6 +78,7 @@ def reward_hash(workload: Workload) -> str:
     return content_hash(inspect.getsource(workload.reward))
 
 
-def dataset_key(source: Any, module_name: str) -> str:
-    """A cache key of a dataset function: its module's code, so that an edit builds it anew."""
-    return content_hash([getattr(source, "__qualname__", repr(source)), module_hash(module_name)])
+def dataset_key(source: Any, workload_name: str) -> str:
+    """A cache key of a dataset function: its workload and its module's code, so that an edit builds anew."""
+    code = module_hash(workload_name.partition(":")[0])
+    return content_hash([workload_name, getattr(source, "__qualname__", repr(source)), code])

@@ -65,7 +65,7 @@ class WorkloadHost:
     async def tasks(self, split: str) -> list[TaskRecord]:
         """Loads a split, "train" or "eval", building it first if its source is a function."""
         source = self.workload.tasks if split == "train" else self.workload.eval_tasks
-        key = loading.dataset_key(source, self._name.partition(":")[0])
+        key = loading.dataset_key(source, self._name)
         cache = self._data_dir / self.workload.name / f"{split}-{key}.parquet"
         pairs = load_tasks(source, split=split, cache=cache)
         self._tasks.update({(split, record.task_id): task for record, task in pairs})

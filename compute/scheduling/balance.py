@@ -88,6 +88,11 @@ class Balancer:
         if engine.is_up:
             self._push(engine)
 
+    def is_current(self, lease: Lease) -> bool:
+        """True while the engine incarnation that gave the lease is in service."""
+        engine = self._engines[lease.cell]
+        return engine.is_up and engine.incarnation == lease.incarnation
+
     def up(self) -> list[str]:
         return [engine.cell for engine in self._engines.values() if engine.is_up]
 

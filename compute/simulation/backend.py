@@ -84,6 +84,7 @@ class ModelledBackend:
         self._workload, self._num_tasks = workload, num_tasks
         self._costs, self._faults, self._slots = costs, faults, engine_slots
         self._engines: dict[str, ModelledEngine] = {}
+        self._lives: dict[str, int] = {}
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.call_at(time_s, self._kill, cell)
@@ -98,11 +99,15 @@ class ModelledBackend:
         return ModelledTrainer(plan, self._costs)
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> ModelledEngine:
+        self._lives[name] = self._lives.get(name, 0) + 1
         await asyncio.sleep(self._costs.start_s)
         engine = self._engines[name] = ModelledEngine(
             name, policy=policy, version=version, slots=self._slots, costs=self._costs, hangs=self._hangs
         )
         return engine
+
+    def incarnation(self, name: str) -> int:
+        return self._lives.get(name, 0)
 
     async def stop(self, name: str) -> None:
         if (engine := self._engines.pop(name, None)) is not None:
@@ -115,7 +120,8 @@ class ModelledBackend:
     def _kill(self, cell: str) -> None:
         if (engine := self._engines.pop(cell, None)) is not None:
             engine.die()
-            self.exits.put_nowait(CellExit(name=cell, cause="killed by the simulation"))
+            cause = "killed by the simulation"
+            self.exits.put_nowait(CellExit(name=cell, incarnation=self._lives[cell], cause=cause))
 
     def _hangs(self, request: GenerateRequest) -> bool:
         dice = random.Random(derive_seed(self._faults.seed, "hang", request.rid))

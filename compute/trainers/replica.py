@@ -70,7 +70,7 @@ class TorchReplica:
         self._source: ModelSource = TypeAdapter(ModelSource).validate_python(plan.model)
         self._algorithm = parse_algorithm(plan.algorithm)
         self._optimizer = Optimizer.parse(plan.optimizer)
-        self._warm_optimizer = Optimizer.parse(plan.warm_optimizer) if plan.warm_optimizer else None
+        self._warm_optimizer = Optimizer.parse(plan.warm_optimizer or plan.optimizer)
         self._device = torch.device(plan.device)
         self._budget_tokens = plan.budget_tokens or DEFAULT_BUDGET_TOKENS[self._device.type]
         self._learner: Learner | None = None

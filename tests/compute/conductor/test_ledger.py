@@ -25,8 +25,6 @@ def test_a_commit_moves_the_published_policies_and_keeps_the_others() -> None:
     assert (after.next_step, after.cursor, after.versions()) == (5, Cursor(offset=5), {"a": 4, "b": 3})
     moved = Committed(version=4, parent_version=3, uri="u4", digest="d4", state_path="s4")
     assert after.policies["a"] == moved
-        version=4, parent_version=3, uri="u4", digest="d4", state_path="s4"
-    )
     assert after.policies["b"] == ledger().policies["b"]
 
 
