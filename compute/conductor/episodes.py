@@ -260,16 +260,16 @@ class EpisodeDesk:
     # --- what the dispatcher reports
 
     def call_finished(self, vertex: Vertex) -> None:
-        unblocked = self._graph.finish(vertex.invocation_id, now=self._clock())
-        self._answer(vertex, failure=None, unblocked=tuple(unblocked))
+        self._graph.finish(vertex.invocation_id, now=self._clock())
+        self._answer(vertex, failure=None)
 
     def call_failed(self, vertex: Vertex, failure: str) -> None:
         cancelled = self._graph.fail(vertex.invocation_id, failure, now=self._clock())
-        self._answer(vertex, failure=failure, unblocked=())
+        self._answer(vertex, failure=failure)
         for name in cancelled:
-            self._answer(self._graph[name], failure=f"parent {vertex.invocation_id} failed", unblocked=())
+            self._answer(self._graph[name], failure=f"parent {vertex.invocation_id} failed")
 
-    def _answer(self, vertex: Vertex, *, failure: str | None, unblocked: tuple[str, ...]) -> None:
+    def _answer(self, vertex: Vertex, *, failure: str | None) -> None:
         running = self._running.get(vertex.episode_id)
         if running is None:
             return
@@ -279,6 +279,5 @@ class EpisodeDesk:
                 token_ids=vertex.token_ids,
                 finish_reason=vertex.finish_reason or "",
                 failure=failure,
-                unblocked=unblocked,
             )
         )

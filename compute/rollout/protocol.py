@@ -1,8 +1,7 @@
 """What a workload worker and the conductor say to each other. Plain data; every id names run-wide objects.
 
 An episode attempt is one call `run_episode`; while it runs, the worker announces agent calls (`CallOpened`),
-then their prompts (`CallPrompt`), and the conductor sends each answer (`CallAnswer`) with the calls that the
-graph has unblocked by it.
+then the prompts of those that had to wait (`CallPrompt`), and the conductor sends each answer (`CallAnswer`).
 """
 
 from __future__ import annotations
@@ -63,13 +62,12 @@ class CallPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallAnswer:
-    """A call's end. `failure` is set instead of tokens; `unblocked` calls may be rendered now."""
+    """A call's end. `failure` is set instead of tokens."""
 
     invocation_id: str
     token_ids: tuple[int, ...]
     finish_reason: str
     failure: str | None
-    unblocked: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ class Call:
     def __init__(self, invocation_id: str, agent: str, arguments: tuple[Any, ...]) -> None:
         self.invocation_id, self.agent = invocation_id, agent
         self.parents: dict[str, str] = {}  # invocation id → edge kind
+        self.pending: set[str] = set()  # parents whose answer has not come yet
         self.arguments = arguments
         self.token_ids: tuple[int, ...] = ()
         self._text: str | None = None
@@ -98,6 +99,7 @@ class CallBook:
         self._prefix, self._episode_id = prefix, episode_id
         self._agents, self._chats, self._events = agents, chats, events
         self._calls: dict[str, Call] = {}
+        self._waiting_for: dict[str, list[Call]] = {}  # parent → calls that need its answer
         self.warnings: list[str] = []
 
     def check_agent(self, agent: str) -> None:
@@ -113,32 +115,38 @@ class CallBook:
         return list(self._calls.values())
 
     def receive(self, answer: CallAnswer) -> None:
-        """Resolves a call and renders those that its answer has unblocked."""
+        """Resolves a call and renders those that waited for nothing else.
+
+        Which calls these are is known here, not from the answer: a call may be registered while the answer
+        of its parent is on its way.
+        """
         call = self._calls[answer.invocation_id]
         if call.is_done:
             return
         if answer.failure is not None:
-            call.fail(answer.failure)
+            self._fail_with_descendants(call, answer.failure)
+            return
+        chat = self._chats[self._agents[call.agent].policy]
+        call.resolve(answer.token_ids, chat.decode(answer.token_ids), answer.finish_reason)
+        for child in self._waiting_for.pop(call.invocation_id, []):
+            child.pending.discard(call.invocation_id)
+            if not child.pending and not child.is_done:
+                self._send_prompt(child)
+
+    def _send_prompt(self, call: Call) -> None:
+        try:
+            prompt_ids = self._render(call)
+        except Exception as error:  # the user's prompt function: whoever awaits the call gets the cause
+            self._fail_with_descendants(call, f"its prompt raised {type(error).__name__}: {error}")
         else:
-            chat = self._chats[self._agents[call.agent].policy]
-            call.resolve(answer.token_ids, chat.decode(answer.token_ids), answer.finish_reason)
-        for name in answer.unblocked:
-            child = self._calls[name]
-            if child.is_done:
-                continue
-            try:
-                prompt_ids = self._render(child)
-            except Exception as error:  # the user's prompt function: whoever awaits the call gets the cause
-                self._fail_with_descendants(child, f"its prompt raised {type(error).__name__}: {error}")
-            else:
-                self._events.call_prompt(CallPrompt(invocation_id=name, prompt_ids=prompt_ids))
+            self._events.call_prompt(CallPrompt(invocation_id=call.invocation_id, prompt_ids=prompt_ids))
 
     def _fail_with_descendants(self, call: Call, failure: str) -> None:
-        """Fails a call that can never run, and the calls that wait for it: the graph will not."""
+        """Fails a call and the calls that wait for it, which can never run."""
         call.fail(failure)
-        for other in self._calls.values():
-            if not other.is_done and call.invocation_id in other.parents:
-                self._fail_with_descendants(other, f"its parent {call.invocation_id} failed: {failure}")
+        for child in self._waiting_for.pop(call.invocation_id, []):
+            if not child.is_done:
+                self._fail_with_descendants(child, f"its parent {call.invocation_id} failed: {failure}")
 
     def fail_open(self, failure: str) -> None:
         """Fails every pending call, so that whoever awaits one is woken."""
@@ -154,12 +162,14 @@ class CallBook:
             parents[parent.invocation_id] = EdgeKind.DATA.value
         for parent in after:
             parents.setdefault(parent.invocation_id, EdgeKind.ORDER.value)
-        pending = any(not self._calls[name].is_done for name in parents)
+        call.pending = {name for name in parents if not self._calls[name].is_done}
         for name in parents:
             if self._calls[name].failed:
                 call.fail(f"parent {name} failed")
                 return call
-        prompt_ids = None if pending else self._render(call)
+        prompt_ids = None if call.pending else self._render(call)
+        for name in call.pending:
+            self._waiting_for.setdefault(name, []).append(call)
         self._calls[call.invocation_id] = call
         self._events.call_opened(
             CallOpened(

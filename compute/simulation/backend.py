@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megloom.compute.conductor.backend import CellExit
 from megloom.compute.engines.protocol import GenerateRequest
@@ -14,7 +16,7 @@ from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.dataset import DatasetTask
-from megloom.compute.rollout.protocol import EpisodeEvents
+from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents
 from megloom.compute.rollout.worker import WorkloadHost
 from megloom.compute.simulation.cells import Costs, ModelledEngine, ModelledTrainer
 from megloom.compute.trainers.protocol import TrainerPlan
@@ -44,12 +46,55 @@ class ByteChat(Chat):
         return bytes(token_ids).decode("ascii")  # type: ignore[call-overload, no-any-return]
 
 
-class ModelledWorker(WorkloadHost):
-    """A workload worker in the same process: the user's workflow runs as it is."""
+class Link:
+    """A one-way connection: what is sent arrives in order, `latency_s` later."""
 
-    def __init__(self, workload: Workload, *, num_tasks: int, events: EpisodeEvents) -> None:
-        super().__init__(workload, name=f"{__name__}:simulated", data_dir=Path("unused"), events=events)
+    def __init__(self, latency_s: float) -> None:
+        self._latency_s = latency_s
+        self._in_flight: deque[tuple[float, Callable[[Any], None], Any]] = deque()
+
+    def send(self, deliver: Callable[[Any], None], message: Any) -> None:
+        loop = asyncio.get_running_loop()
+        arrival_s = loop.time() + self._latency_s
+        self._in_flight.append((arrival_s, deliver, message))
+        if len(self._in_flight) == 1:
+            loop.call_at(arrival_s, self._arrive)
+
+    def _arrive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._in_flight and self._in_flight[0][0] <= loop.time():
+            _, deliver, message = self._in_flight.popleft()
+            deliver(message)
+        if self._in_flight:
+            loop.call_at(self._in_flight[0][0], self._arrive)
+
+
+class DistantEvents:
+    """A worker's announcements, on their way to the conductor."""
+
+    def __init__(self, events: EpisodeEvents, link: Link) -> None:
+        self._events, self._link = events, link
+
+    def call_opened(self, call: CallOpened) -> None:
+        self._link.send(self._events.call_opened, call)
+
+    def call_prompt(self, prompt: CallPrompt) -> None:
+        self._link.send(self._events.call_prompt, prompt)
+
+
+class ModelledWorker(WorkloadHost):
+    """A workload worker in the same process: the user's workflow runs as it is, its messages take time."""
+
+    def __init__(
+        self, workload: Workload, *, num_tasks: int, events: EpisodeEvents, latency_s: float
+    ) -> None:
+        distant = DistantEvents(events, Link(latency_s))
+        super().__init__(workload, name=f"{__name__}:simulated", data_dir=Path("unused"), events=distant)
         self._num_tasks = num_tasks
+        self._answers = Link(latency_s)
+
+    def answer(self, answer: CallAnswer) -> None:
+        self._answers.send(super().answer, answer)
 
     async def tasks(self, split: str) -> list[TaskRecord]:
         records = []
@@ -93,7 +138,9 @@ class ModelledBackend:
         ]
 
     async def start_worker(self, name: str, events: EpisodeEvents) -> ModelledWorker:
-        return ModelledWorker(self._workload, num_tasks=self._num_tasks, events=events)
+        return ModelledWorker(
+            self._workload, num_tasks=self._num_tasks, events=events, latency_s=self._costs.message_s
+        )
 
     async def start_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
         return ModelledTrainer(plan, self._costs)

@@ -43,6 +43,7 @@ class Costs:
     update_s: float = 0.05
     publish_s: float = 0.05
     start_s: float = 1.0
+    message_s: float = 0.001  # between a workload worker and the conductor, one way
 
 
 class ModelledEngine:

@@ -61,13 +61,10 @@ def book(events: RecordedEvents, **agents: Agent) -> CallBook:
     )
 
 
-def answer(
-    name: str, text: str = "ok", *, unblocked: tuple[str, ...] = (), failure: str | None = None
-) -> CallAnswer:
+def answer(name: str, text: str = "ok", *, failure: str | None = None) -> CallAnswer:
     return CallAnswer(
         invocation_id=name,
         token_ids=tuple(text.encode()),
         finish_reason="stop",
         failure=failure,
-        unblocked=unblocked,
     )

@@ -38,14 +38,30 @@ def test_a_call_that_takes_a_pending_call_is_announced_with_an_edge_and_without_
     run(body)
 
 
-def test_the_answer_that_unblocks_a_call_renders_its_prompt() -> None:
+def test_an_answer_renders_the_prompts_of_the_calls_that_waited_for_it() -> None:
     async def body() -> None:
         events = RecordedEvents()
         calls = book(events)
         team = TeamHandle(calls)
         team.solver("1+2", team.planner("1+2"))
-        calls.receive(answer("g1-m000-a0-i000", "add", unblocked=("g1-m000-a0-i001",)))
+        calls.receive(answer("g1-m000-a0-i000", "add"))
         assert events.prompts[0].prompt_ids == tuple(b"1+2 add")
+
+    run(body)
+
+
+def test_a_call_with_two_parents_is_rendered_with_the_last_answer_whatever_the_order() -> None:
+    async def body() -> None:
+        for order in ((0, 1), (1, 0)):
+            events = RecordedEvents()
+            calls = book(events)
+            team = TeamHandle(calls)
+            parents = [team.planner("a"), team.planner("b")]
+            team.verifier(*parents)
+            calls.receive(answer(parents[order[0]].invocation_id))
+            assert events.prompts == []
+            calls.receive(answer(parents[order[1]].invocation_id))
+            assert len(events.prompts) == 1
 
     run(body)
 
@@ -144,7 +160,7 @@ def test_a_prompt_function_that_raises_fails_its_call_and_those_that_wait_for_it
         plan = team.planner("a")
         solver = team.solver(plan)
         last = team.planner(solver)
-        calls.receive(answer(plan.invocation_id, unblocked=(solver.invocation_id,)))
+        calls.receive(answer(plan.invocation_id))
         with pytest.raises(CallFailed, match="prompt raised KeyError"):
             await solver
         with pytest.raises(CallFailed, match="its parent .* failed: its prompt raised KeyError"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.graph.records import CellIntervalRecord
 from megloom.compute.simulation.backend import Faults
+from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.run import Simulated, simulate
 from megloom.compute.simulation.store import MemoryStore
 from megloom.compute.simulation.team import simulated_team
@@ -27,6 +29,8 @@ def run(
     store: MemoryStore | None = None,
     mode: str = "frozen",
     engines: int = 1,
+    costs: Costs | None = None,
+    workflow: Any = None,
     **training: Any,
 ) -> Simulated:
     values: dict[str, Any] = {
@@ -48,7 +52,7 @@ def run(
             "training": {"eval_tasks": 2},
         }
     )
-    return simulate(workload, config, faults=faults, store=store)
+    return simulate(workload, config, faults=faults, store=store, costs=costs)
 
 
 def kinds(simulated: Simulated) -> Counter[str]:
@@ -147,6 +151,18 @@ def test_a_call_that_never_answers_ends_at_the_episodes_deadline_and_names_it() 
     assert simulated.reports[1].failures == {"deadline": 4}
     causes = [json.loads(line) for line in simulated.events if '"episode_failed"' in line]
     assert "waiting for: planner call" in causes[0]["cause"]
+
+
+def test_calls_registered_while_their_parents_answer_is_on_its_way_are_not_lost() -> None:
+    async def hesitant(task: Any, team: Any) -> Any:
+        plan = team.planner(task.prompt)
+        await asyncio.sleep(0.3)  # the planner has answered by then, and the answer has not arrived
+        return await team.verifier(task.prompt, *[team.solver(task.prompt, plan) for _ in range(3)])
+
+    instant = Costs(call_s=0.0, token_s=0.0, prompt_token_s=0.0, message_s=0.5)
+    simulated = run(steps=5, costs=instant, workflow=hesitant)
+    assert simulated.state == "finished"
+    assert all(not report.failures for report in simulated.reports)
 
 
 def test_an_engine_that_dies_again_and_again_fails_the_session_with_the_cell_and_the_cause() -> None:
