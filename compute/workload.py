@@ -13,7 +13,7 @@ User code runs in workload workers only; nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
@@ -158,7 +158,7 @@ class Invocation(Protocol):
     def text(self) -> str: ...
     @property
     def finish_reason(self) -> str: ...
-    def __await__(self) -> Iterator[Any]: ...
+    def __await__(self) -> Generator[Any, None, Any]: ...
 
 
 class CallFailed(Exception):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.engines.protocol import (
@@ -60,7 +60,7 @@ class Dispatcher:
         self._policy_of: dict[str, str] = {}
         self._requests: dict[str, tuple[str, str]] = {}  # running invocation → (cell, request id)
         self.ends: CallEnds | None = None
-        self.lost_engine: Callable[[str, str], Awaitable[None]] | None = None  # brings a cell back
+        self.lost_engine: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # brings a cell back
 
     def add_engine(self, cell: str, *, policy: str, capacity: int) -> None:
         self._balancers.setdefault(policy, Balancer()).add(cell, capacity=capacity)

@@ -55,13 +55,17 @@ class SessionTable:
         if config.run in self._tasks:
             await asyncio.wait([self._tasks[config.run]])
         ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
-        self._tasks[config.run] = asyncio.get_running_loop().create_task(
+        living = asyncio.get_running_loop().create_task(
             self._live(config, ready), name=f"session:{config.run}"
         )
-        await asyncio.wait([self._tasks[config.run], ready], return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            self._tasks[config.run].result()
-        return await ready
+        self._tasks[config.run] = living
+        living.add_done_callback(lambda _: ready.cancel())  # it ended before its session was there
+        try:
+            return await ready
+        except asyncio.CancelledError:
+            if living.done():
+                living.result()
+            raise
 
     def get(self, run: str) -> Session:
         """Raises: UnknownRun naming the runs that are known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megloom.compute.graph.records import EdgeKind
@@ -53,7 +53,7 @@ class Call:
     def finish_reason(self) -> str:
         return self._finish_reason
 
-    def __await__(self) -> Iterator[Any]:
+    def __await__(self) -> Generator[Any, None, Call]:
         yield from asyncio.shield(self._done).__await__()
         return self
 

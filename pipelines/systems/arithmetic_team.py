@@ -56,7 +56,7 @@ def policy(warm_steps: int) -> Policy:
         algorithm=Grpo(),
         optimizer=Optimizer(learning_rate=5e-4, betas=(0.9, 0.99), warmup_steps=3),
         warm_optimizer=Optimizer(
-            learning_rate=5e-3,
+            learning_rate=1e-2,
             betas=(0.9, 0.98),
             weight_decay=0.01,
             warmup_steps=20,
@@ -114,7 +114,7 @@ AGENTS = {
 
 workload = Workload(
     name="arithmetic_team",
-    policies={"planner": policy(150), "solver": policy(900), "verifier": policy(150)},
+    policies={"planner": policy(185), "solver": policy(1107), "verifier": policy(185)},
     agents=AGENTS,
     workflow=solve,
     reward=score,
@@ -125,7 +125,7 @@ workload = Workload(
         tasks_per_step=12,
         group_size=4,
         micro_batch_groups=4,
-        warm_examples=4800,
+        warm_examples=5900,
         warm_batch=32,
         eval_every=20,
         eval_small=100,
