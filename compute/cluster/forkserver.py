@@ -25,14 +25,14 @@ _CHILDREN: dict[int, str] = {}
 
 def main() -> None:
     """Serves until stdin ends. argv: the modules to import first."""
-    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    die_with_parent(signal.SIGTERM)  # which, unlike SIGKILL, leaves us the time to end the children's groups
     for module in sys.argv[1:]:
         importlib.import_module(module)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _send({"ready": True})
     buffered = b""
@@ -54,10 +54,10 @@ def main() -> None:
             _signal_group(pid, signal.SIGKILL)
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when the thread that started it ends."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:
         os._exit(1)
 

@@ -6,6 +6,7 @@ One cluster serves every session of a service; a session watches the processes u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -152,6 +153,8 @@ class LocalCluster:
         finally:
             self._ready.set()
             for name, pid in list(self._pids.items()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # children of a child do not die with the fork server
                 self._end(name, pid, -int(signal.SIGKILL))
             for future in self._starting.values():
                 if not future.done():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megloom.compute.algorithms.table import parse_algorithm
@@ -89,7 +89,9 @@ class BringUp:
         workers = await self._start_workers()
         first = next(iter(workers.values()))
         plan = await first.describe()
-        code_hash = content_hash(plan.code_hashes)
+        code_hash = content_hash(
+            asdict(plan)
+        )  # code, models, agents and step sizes as the worker loaded them
         if snapshot:
             _refuse_another(around.config, code_hash, snapshot["report"])
         self.phase = "the dataset to load"

@@ -1,6 +1,6 @@
 """A planner, three solvers in parallel, and a verifier that picks one try. Each role has its own policy.
 
-`workload` trains tiny transformers from scratch on a laptop; `smollm2` trains SmolLM2-135M-Instruct.
+The models are tiny and trained from scratch; `arithmetic_smollm2.py` is the same team on a real one.
 """
 
 from __future__ import annotations
@@ -8,45 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from megloom.compute.algorithms.grpo import Grpo
-from megloom.compute.workload import (
-    Agent,
-    Optimizer,
-    Policy,
-    RandomModel,
-    Sampling,
-    Score,
-    Tokenizer,
-    Training,
-    Workload,
-)
+from megloom.compute.workload import Agent, Optimizer, Policy, Sampling, Score, Training, Workload
+from megloom.pipelines.systems.arithmetic_model import MODEL
 from megloom.pipelines.systems.arithmetic_tasks import PLAN, answer_of, held_out_rows, teach, train_rows
 
 ROLES = ("planner", "solver", "verifier")
-WORDS = ("plan", "then", "a", "b", "c", "+", "-", "=", "none")
-NUMBERS = tuple(str(number) for number in range(-40, 46))
-TOKENIZER = Tokenizer(
-    special=("<pad>", "<user>", "<assistant>", "<end>", "<unk>"),
-    words=("task", "a", "b", "c", *NUMBERS[40:50], *(f" {word}" for word in (*WORDS, *NUMBERS))),
-    pattern=" ?[^ <>]+",
-    chat_template="{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>",
-    stop="<end>",
-    unknown="<unk>",
-)
-MODEL = RandomModel(
-    architecture="qwen3",
-    config={
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 192,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-    },
-    tokenizer=TOKENIZER,
-)
 
 
 def policy(warm_steps: int) -> Policy:

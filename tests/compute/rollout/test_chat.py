@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from megloom.compute.rollout.chat import Chat, ChatError
 from megloom.compute.trainers.tokenizer import write_tokenizer
 from megloom.compute.workload import Tokenizer
-from megloom.pipelines.systems.arithmetic_team import AGENTS, TOKENIZER
+from megloom.pipelines.systems.arithmetic_model import TOKENIZER
+from megloom.pipelines.systems.arithmetic_team import AGENTS
 
 CHATML = Tokenizer(
     special=("<|im_start|>", "<|im_end|>", "<unk>"),

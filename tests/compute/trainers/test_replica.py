@@ -200,7 +200,9 @@ def test_misuse_is_refused_with_policy_and_verb(tmp_path: Path) -> None:
     trainer.forward_backward(batch([row(1)]))
     with pytest.raises(TrainerError, match="scale nan"):
         trainer.optim_step(scale=math.nan)
-    with pytest.raises(TrainerError, match="warm optimizer"):
+    trainer.optim_step(scale=1.0)
+    trainer.forward_backward(batch([row(1)]))
+    with pytest.raises(TrainerError, match="warm optimizer is dropped"):
         trainer.optim_step(scale=1.0, warm=True)
     with pytest.raises(TrainerError, match=r"are of \['solver', 'verifier'\]|are of \['solver'\]"):
         TorchReplica(plan(policy="verifier")).load(
