@@ -52,7 +52,7 @@ class RunPaths:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """A session's parts. Only the step loop writes `ledger`; the rest is fixed once it is up."""
+    """A session's parts. Only the step loop writes `ledger` and `is_ending`; the rest is fixed."""
 
     config: SessionConfig
     paths: RunPaths
@@ -72,6 +72,7 @@ class Run:
     events: EventLog
     code_hash: str
     epoch: int
+    is_ending: bool = False  # the step in work is the last one
     publisher: Publisher = field(init=False)  # needs the supervisor, which needs the run
     on_commit: Callable[[StepReport], None] = field(default=lambda report: None)
 

@@ -44,9 +44,15 @@ async def run_steps(run: Run, *, between_steps: Callable[[], Awaitable[None]]) -
 
 
 def is_done(run: Run) -> bool:
-    """True when the last step is committed, by count or because the run's time is used up."""
+    """True when the last step is committed."""
+    return run.ledger.next_step > run.config.steps or run.is_ending
+
+
+def decide_ending(run: Run) -> bool:
+    """Makes the step in work the last one, by count or because the run's time is used up; decided once."""
     out_of_time = run.config.duration_s is not None and run.clock() >= run.config.duration_s
-    return run.ledger.next_step > run.config.steps or (run.ledger.next_step > 0 and out_of_time)
+    run.is_ending = run.ledger.next_step >= run.config.steps or out_of_time
+    return run.is_ending
 
 
 async def demonstration_step(run: Run, *, kind: str, num_examples: int) -> None:
@@ -185,8 +191,7 @@ async def publish(run: Run, published: Mapping[str, Published]) -> None:
 async def evaluation_if_due(run: Run, published: Mapping[str, Published]) -> EvaluationReport | None:
     """A full evaluation at step 0 and at the last step, a small one every `eval_every` steps."""
     step = run.ledger.next_step
-    out_of_time = run.config.duration_s is not None and run.clock() >= run.config.duration_s
-    full = step == 0 or step >= run.config.steps or out_of_time
+    full = decide_ending(run) or step == 0
     every = run.training.eval_every
     if not run.eval_ids or not (full or (every and step % every == 0)):
         return None

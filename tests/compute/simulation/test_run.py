@@ -30,6 +30,7 @@ def run(
     mode: str = "frozen",
     engines: int = 1,
     costs: Costs | None = None,
+    duration_s: float | None = None,
     workflow: Any = None,
     **training: Any,
 ) -> Simulated:
@@ -48,6 +49,7 @@ def run(
             "seed": seed,
             "mode": mode,
             "lease_s": 1e9,
+            "duration_s": duration_s,
             "cells": {"engines_per_policy": engines},
             "training": {"eval_tasks": 2},
         }
@@ -136,6 +138,13 @@ def test_a_policy_without_samples_in_a_step_keeps_its_version_and_the_run_goes_o
     skipped = [r for r in simulated.reports[1:] if not all(p.trained for p in r.policies.values())]
     assert simulated.state == "finished" and skipped
     assert all(p.num_samples == 0 for r in skipped for p in r.policies.values() if not p.trained)
+
+
+@pytest.mark.parametrize("duration_s", [3.0, 7.3, 11.9])
+def test_a_run_that_ends_by_time_ends_with_a_full_evaluation(duration_s: float) -> None:
+    simulated = run(steps=500, faults=Faults(), duration_s=duration_s)
+    full = [report.step for report in simulated.reports if report.evaluation and report.evaluation.full]
+    assert full == [0, simulated.reports[-1].step] and simulated.virtual_s >= duration_s
 
 
 def test_a_second_engine_shares_the_calls_of_its_policy() -> None:
