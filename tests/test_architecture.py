@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,16 @@ assert not heavy, heavy
 """,
         tmp_path,
     )
+
+
+def test_every_package_is_in_the_distribution() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = set()
+    for path in MODULES:
+        if path.name == "__init__.py":
+            dotted = ".".join(path.relative_to(ROOT).parent.parts)
+            found.add(dotted if dotted.startswith("megloom") else f"megloom.{dotted}")
+    assert found == listed
 
 
 def test_the_checkouts_dagster_settings_are_those_that_ship() -> None:

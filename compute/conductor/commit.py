@@ -5,53 +5,31 @@ What is not in a manifest did not happen: a session that starts again continues 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from megloom.compute.conductor.episodes import EndedEpisode
 from megloom.compute.conductor.gradients import LaneStep
-from megloom.compute.conductor.reports import CheckReport, EvaluationReport
 from megloom.compute.conductor.run import Run
-from megloom.compute.conductor.step_report import engine_intervals, mean_loss, step_report
+from megloom.compute.conductor.step_report import StepOutcome, engine_intervals, mean_loss, step_report
 from megloom.compute.graph.records import PolicyVersionRecord
-from megloom.compute.scheduling.cursor import Cursor
 from megloom.compute.trainers.protocol import Published
 
 
-async def commit_step(
-    run: Run,
-    *,
-    kind: str,
-    started_s: float,
-    ended: Sequence[EndedEpisode],
-    work: Mapping[str, LaneStep],
-    published: Mapping[str, Published],
-    evaluation: EvaluationReport | None,
-    checks: Sequence[CheckReport] = (),
-    cursor: Cursor | None = None,
-) -> None:
+async def commit_step(run: Run, outcome: StepOutcome) -> None:
     """Seals the step and moves the ledger. All or nothing: a crash before the manifest undoes the step."""
-    step = run.ledger.next_step
+    step, work = run.ledger.next_step, outcome.work
     for policy in work:
         run.lanes[policy].record_step()
         await run.store.flush()
-    timeline = [*engine_intervals(run, ended), *(i for name in work for i in run.lanes[name].intervals)]
+    intervals = [interval for policy in work for interval in run.lanes[policy].intervals]
+    timeline = [*engine_intervals(run, outcome.ended), *intervals]
     for interval in timeline:
         run.store.record(interval)
-    for policy, version in published.items():
-        run.store.record(_version_record(run, kind, policy, version, work[policy]))
-    states = {policy: run.paths.state(policy, step) for policy in published}
-    ledger = run.ledger.committed(cursor=cursor or run.ledger.cursor, published=published, states=states)
-    report = step_report(
-        run,
-        kind=kind,
-        started_s=started_s,
-        ended=ended,
-        work=work,
-        published=published,
-        evaluation=evaluation,
-        checks=checks,
-        timeline=timeline,
+    for policy, version in outcome.published.items():
+        run.store.record(_version_record(run, outcome.kind, policy, version, work[policy]))
+    ledger = run.ledger.committed(
+        cursor=outcome.cursor or run.ledger.cursor,
+        published=outcome.published,
+        states={policy: run.paths.state(policy, step) for policy in outcome.published},
     )
+    report = step_report(run, outcome, timeline)
     run.events.add("commit", step=step, versions=ledger.versions(), reward=report.reward)
     await run.store.seal(run.name, step, {"ledger": ledger.to_json(), "report": report.to_json()})
     run.ledger = ledger

@@ -17,6 +17,7 @@ from megloom.compute.conductor.gradients import LaneStep
 from megloom.compute.conductor.reports import CheckReport, EvaluationReport
 from megloom.compute.conductor.run import Run
 from megloom.compute.conductor.samples import group_samples
+from megloom.compute.conductor.step_report import StepOutcome
 from megloom.compute.conductor.warm_start import imitate
 from megloom.compute.graph.records import GroupRecord
 from megloom.compute.graph.states import GroupState
@@ -61,15 +62,10 @@ async def demonstration_step(run: Run, *, kind: str, num_examples: int) -> None:
     work, published = await imitate(run, num_examples=num_examples)
     await publish(run, published)
     evaluation = await evaluation_if_due(run, published)
-    await commit_step(
-        run,
-        kind=kind,
-        started_s=started_s,
-        ended=[],
-        work=work,
-        published=published,
-        evaluation=evaluation,
+    outcome = StepOutcome(
+        kind=kind, started_s=started_s, work=work, published=published, evaluation=evaluation
     )
+    await commit_step(run, outcome)
 
 
 async def train_step(run: Run) -> None:
@@ -84,8 +80,7 @@ async def train_step(run: Run) -> None:
     stop_on_failure(checks)
     await publish(run, published)
     evaluation = await evaluation_if_due(run, published)
-    await commit_step(
-        run,
+    outcome = StepOutcome(
         kind="train",
         started_s=started_s,
         ended=ended,
@@ -95,6 +90,7 @@ async def train_step(run: Run) -> None:
         checks=checks,
         cursor=cursor,
     )
+    await commit_step(run, outcome)
 
 
 async def rollout_and_gradients(

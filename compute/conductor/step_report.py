@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megloom.compute.conductor.episodes import EndedEpisode
@@ -17,31 +18,36 @@ from megloom.compute.conductor.reports import (
 )
 from megloom.compute.conductor.run import Run
 from megloom.compute.graph.records import CellIntervalRecord
+from megloom.compute.scheduling.cursor import Cursor
 from megloom.compute.trainers.protocol import Published
 
 MERGE_GAP_S = 0.02  # an engine that idles for less counts as busy: a batch's calls end a little apart
 MAX_LISTED_BATCHES = 32  # the report is a summary; every micro-batch is a row of the store
 
 
-def step_report(
-    run: Run,
-    *,
-    kind: str,
-    started_s: float,
-    ended: Sequence[EndedEpisode],
-    work: Mapping[str, LaneStep],
-    published: Mapping[str, Published],
-    evaluation: EvaluationReport | None,
-    checks: Sequence[CheckReport],
-    timeline: Sequence[CellIntervalRecord],
-) -> StepReport:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """All that a step did, before its commit. `cursor`: where the next step draws from, if this one drew."""
+
+    kind: str
+    started_s: float
+    ended: Sequence[EndedEpisode] = ()
+    work: Mapping[str, LaneStep]
+    published: Mapping[str, Published]
+    evaluation: EvaluationReport | None
+    checks: Sequence[CheckReport] = ()
+    cursor: Cursor | None = None
+
+
+def step_report(run: Run, outcome: StepOutcome, timeline: Sequence[CellIntervalRecord]) -> StepReport:
     """What the clients get to see of the step in work."""
+    ended, work, published = outcome.ended, outcome.work, outcome.published
     vertices = [vertex for member in ended for vertex in member.vertices]
     return StepReport(
         run=run.name,
         step=run.ledger.next_step,
-        kind=kind,
-        started_s=started_s,
+        kind=outcome.kind,
+        started_s=outcome.started_s,
         finished_s=run.clock(),
         reward=reward_rate(ended),
         num_tasks=len({member.episode.task_id for member in ended}),
@@ -54,8 +60,8 @@ def step_report(
         seconds_by_activity=_seconds(timeline),
         agents=_agents(run, ended),
         policies={name: _policy(run, name, work.get(name), published.get(name)) for name in run.lanes},
-        checks=list(checks),
-        evaluation=evaluation,
+        checks=list(outcome.checks),
+        evaluation=outcome.evaluation,
         timeline=[_bar(interval) for interval in timeline],
         meg_uri=f"{run.paths.store_root}/meg/{run.name}/step={run.ledger.next_step:06d}",
         config_hash=run.config.config_hash(),
