@@ -13,13 +13,13 @@ export MEGLOOM_HOME ?= $(CURDIR)/.megloom
 demo: $(VENV)/.core $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
 	$(BIN)/megloom demo --model $(MODEL)
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/python -m pytest
 
-test-full: $(VENV)/.dev
+test-full: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/python -m pytest -m slow --timeout 900
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf $(VENV)/typed && $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/typed .
@@ -31,6 +31,9 @@ ui: $(VENV)/.core
 	$(BIN)/megloom ui --port $(PORT)
 
 install: $(VENV)/.core
+
+$(DAGSTER_HOME):
+	mkdir -p $@
 
 # Each stamp is one set of packages; it is made again when what it installs has changed.
 $(VENV)/bin/python:
