@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +200,15 @@ def _lineage_command(reports: list[Any], run: str, home: str | None) -> str:
     policies = list(reports[-1].policies) if reports else ["POLICY"]
     policy = "solver" if "solver" in policies else policies[-1]
     place = f" --home {home}" if home else ""
-    return f"megloom lineage version {policy}@last --run {run}{place}"
+    return f"{_program()} lineage version {policy}@last --run {run}{place}"
+
+
+def _program() -> str:
+    """How the user can call this very installation from where they are."""
+    here = Path(sys.executable).parent / "megloom"
+    if shutil.which("megloom") == str(here):
+        return "megloom"
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
 
 def _fixed(value: float | None) -> str:

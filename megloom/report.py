@@ -25,7 +25,7 @@ def write_report(
 ) -> Path:
     """Returns the absolute path of the page; it needs nothing but a browser."""
     root = str(home / "store")
-    policy = command.split()[3].partition("@")[0]
+    policy = next(word for word in command.split() if "@" in word).partition("@")[0]
     middle = _busiest(reports)
     page = Page(
         title=f"Run {config.run}",
