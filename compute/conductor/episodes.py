@@ -148,6 +148,7 @@ class EpisodeDesk:
                 self._workers[name].cancel(episode.episode_id, attempt)
                 self.suspects.put_nowait(name)
         except WorkerLost as error:
+            self.worker_down(name)  # at once: the next attempt must not meet it again
             outcome = self._failed(episode, "worker", str(error))
         except WorkloadError as error:
             outcome = self._failed(episode, "workflow", str(error))

@@ -109,6 +109,7 @@ def test_a_killed_cell_is_replaced_and_the_run_finishes(client: ServiceClient, c
     status, steps = follow(client, run)
     assert status.state == "finished", status.failure
     assert sum(step.num_episodes for step in steps) == 4 * 9
+    assert [step.failures for step in steps] == [{}] * 5
     samples = from_table("samples", MegReader(status.store_root).read_table(run, "samples"))
     applied = Counter(sample.sample_id for sample in samples if sample.state == "applied")
     assert set(applied.values()) == {1}
