@@ -61,11 +61,13 @@ class _Follower(threading.Thread):
     def run(self) -> None:
         waited_for = None
         while True:
+            job_is_over = self._ended.is_set()  # asked first: an ended session may be an earlier one
             try:
                 page = self._client.steps(self._run, after=self.table.last_step, wait_s=POLL_S)
             except ServiceError:
-                if self._ended.wait(0.2):
-                    return  # the job ended and no session is there: it never began
+                if job_is_over:
+                    return  # no session is there: it never began
+                self._ended.wait(0.2)
                 continue
             for report in page.steps:
                 self.reports.append(report)
@@ -76,7 +78,9 @@ class _Follower(threading.Thread):
                 print(f"starting: waiting for {waited_for}", file=sys.stderr, flush=True)
             if page.status.state in ENDED:
                 self.failure = page.status.failure
-                return
+                if job_is_over:
+                    return
+                self._ended.wait(0.2)
 
     def finish(self) -> None:
         """Waits for the last step's line."""

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from megloom.compute.conductor.client import process_start
 from megloom.compute.conductor.reports import (
     AgentReport,
     CheckReport,
@@ -311,7 +312,9 @@ def serving(service: FakeService) -> Iterator[FakeService]:
     service.home.mkdir(parents=True, exist_ok=True)
     (service.home / "service.token").write_text(token)
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    (service.home / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid(), "epoch": 1}))
+    pid = os.getpid()
+    address = {"url": url, "pid": pid, "started": process_start(pid), "epoch": 1}
+    (service.home / "service.json").write_text(json.dumps(address))
     try:
         yield service
     finally:

@@ -101,9 +101,9 @@ class Channel:
             self._writer.close()
 
     def close(self) -> None:
-        """Closes the connection; `run` then ends on both sides."""
+        """Closes the connection at once, unsent messages included; `run` then ends on both sides."""
         self._gone = self._gone or PeerGone("closed here")
-        self._writer.close()
+        self._writer.transport.abort()  # close() would wait for a peer that no longer reads
 
     def _send(self, frame: list[Any]) -> None:
         data = msgpack.packb(frame, use_bin_type=True)

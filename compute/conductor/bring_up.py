@@ -40,7 +40,8 @@ class SessionError(Exception):
 class Surroundings:
     """What a session is given: everything that touches the world, so that simulation can give other things.
 
-    `discard_uncommitted(policy, version)` removes weight versions above the committed one.
+    `discard_uncommitted(policy, version)` removes weight versions above the committed one, `discard_state`
+    a trainer state that no ledger names any more.
     """
 
     config: SessionConfig
@@ -52,6 +53,7 @@ class Surroundings:
     events: EventLog
     epoch: int
     discard_uncommitted: Callable[[str, int], None]
+    discard_state: Callable[[str], None]
 
 
 class AnnouncementRelay:
@@ -168,6 +170,8 @@ class BringUp:
                     load = trainers[policy].load(weights_uri=entry.uri, state_path=entry.state_path)
                     tasks.create_task(load, name=f"load:{policy}")
             return ledger
+        for policy in trainers:  # what a start that never sealed step 0 left behind
+            self._around.discard_uncommitted(policy, -1)
         async with asyncio.TaskGroup() as tasks:
             created = {
                 policy: tasks.create_task(
@@ -253,6 +257,7 @@ class BringUp:
             events=events,
             code_hash=code_hash,
             epoch=around.epoch,
+            discard_state=around.discard_state,
         )
 
     async def _restart_trainer(self, policy: str) -> Trainer:

@@ -106,7 +106,17 @@ def read_address(home: Path) -> dict[str, Any] | None:
         address = json.loads((home / "service.json").read_text())
     except FileNotFoundError:
         return None
-    return dict(address) if is_alive(address["pid"]) else None
+    is_same = is_alive(address["pid"]) and process_start(address["pid"]) == address["started"]
+    return dict(address) if is_same else None
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began, in kernel ticks: tells it from a later one of its number. None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return None
+    return stat.rpartition(")")[2].split()[19]
 
 
 def is_alive(pid: int) -> bool:

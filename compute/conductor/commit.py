@@ -32,7 +32,11 @@ async def commit_step(run: Run, outcome: StepOutcome) -> None:
     report = step_report(run, outcome, timeline)
     run.events.add("commit", step=step, versions=ledger.versions(), reward=report.reward)
     await run.store.seal(run.name, step, {"ledger": ledger.to_json(), "report": report.to_json()})
+    replaced = [run.ledger.policies[policy].state_path for policy in outcome.published]
     run.ledger = ledger
+    for path in replaced:
+        if path is not None:
+            run.discard_state(path)
     run.on_commit(report)
 
 

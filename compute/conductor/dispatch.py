@@ -27,6 +27,7 @@ from megloom.compute.graph.states import InvocationState
 from megloom.compute.scheduling.balance import Balancer, Lease
 
 log = logging.getLogger(__name__)
+ABORT_TIMEOUT_S = 10.0  # an engine answers an abort between two decode steps
 MAX_ATTEMPTS = 3  # of one call; then the call fails and its workflow decides
 
 
@@ -98,9 +99,6 @@ class Dispatcher:
             if request := self._requests.get(vertex.invocation_id):
                 self._tasks.create_task(self._abort(*request), name=f"abort:{vertex.invocation_id}")
 
-    def waiting(self, policy: str) -> int:
-        return len(self._queues[policy])
-
     def _pump(self, policy: str) -> None:
         queue, balancer = self._queues[policy], self._balancers[policy]
         while queue:
@@ -132,7 +130,8 @@ class Dispatcher:
                 completion = None
         except TimeoutError:
             retry, failure = True, f"no answer from {lease.cell} within {self._call_timeout_s:g} s"
-            await self._abort(lease.cell, lease.request_id)
+            if not await self._abort(lease.cell, lease.request_id):
+                self._lose(lease, failure)  # it does not even answer an abort
         except EngineUnavailable as error:
             retry, failure = True, str(error)
             self._lose(lease, failure)
@@ -180,9 +179,12 @@ class Dispatcher:
             training=True,
         )
 
-    async def _abort(self, cell: str, rid: str) -> None:
+    async def _abort(self, cell: str, rid: str) -> bool:
+        """Aborts a request; False if the engine does not answer."""
         try:
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self._engines[cell].abort(rid)
         except (EngineError, TimeoutError) as error:
-            log.warning("abort of rid=%s on cell=%s failed: %s", rid, cell, error)
+            log.warning("abort of rid=%s on cell=%s failed: %r", rid, cell, error)
+            return False
+        return True

@@ -2,6 +2,7 @@
 
 One lane per trained policy. A lane survives the loss of its trainer: the new one loads the last committed
 state and takes this step's micro-batches again, in their recorded order, so that nothing is counted twice.
+A demonstration pass is many optimizer steps and is not replayed: a trainer lost there ends the session.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megloom.compute.trainers.protocol import (
 )
 
 log = logging.getLogger(__name__)
-MAX_TRAINER_LOSSES = 3  # in one step of one policy; a trainer that dies each time is a bug, not an accident
+MAX_TRAINER_LOSSES = 3  # in one verb of one policy; a trainer that dies each time is a bug, not an accident
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class Taken:
     batch: MicroBatch
     samples: list[Sample]
     position: int
+    state: SampleState = SampleState.READY  # of all its samples
     report: GradientReport | None = None
     started_s: float = 0.0
     finished_s: float = 0.0
@@ -142,7 +144,7 @@ class GradientLane:
         for taken in self._step.taken:
             assert taken.report is not None
             for sample in taken.samples:
-                state = checked_move(sample.record.sample_id, SampleState.GRADIENT_TAKEN, SampleState.APPLIED)
+                state = checked_move(sample.record.sample_id, taken.state, SampleState.APPLIED)
                 self._record(
                     replace(sample.record, micro_batch_id=taken.batch.micro_batch_id, state=state.value)
                 )
@@ -193,6 +195,8 @@ class GradientLane:
     async def _take(self, taken: Taken) -> None:
         taken.started_s = self._clock()
         taken.report = await self.trainer.forward_backward(taken.batch)
+        name = taken.batch.micro_batch_id
+        taken.state = checked_move(name, SampleState.READY, SampleState.GRADIENT_TAKEN)
         taken.finished_s = self._clock()
         self._events.add("gradient", micro_batch=taken.batch.micro_batch_id, rows=len(taken.batch.rows))
         self._interval("gradient", taken.started_s)
@@ -204,14 +208,15 @@ class GradientLane:
                 return await work()
             except TrainerLost as error:
                 self._events.add("trainer_lost", policy=self._policy, cause=str(error)[:200])
-                self.trainer = await self._restart(self._policy)
             try:
+                self.trainer = await self._restart(self._policy)
                 for taken in self._step.taken:
-                    if taken.report is not None:
+                    if taken.state is SampleState.GRADIENT_TAKEN:
+                        taken.state = checked_move(taken.batch.micro_batch_id, taken.state, SampleState.READY)
                         await self._take(taken)
             except TrainerLost:
                 continue
-        raise TrainerLost(f"trainer of {self._policy} was lost {MAX_TRAINER_LOSSES} times in one step")
+        raise TrainerLost(f"trainer of {self._policy} was lost {MAX_TRAINER_LOSSES} times in a row")
 
     def _interval(self, activity: str, started_s: float) -> None:
         self.intervals.append(

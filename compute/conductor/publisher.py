@@ -20,10 +20,6 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
 
 
-class PublishError(Exception):
-    """No engine of the policy could be brought to the new version."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
     """What every engine of a policy must serve now."""

@@ -72,6 +72,7 @@ class Run:
     events: EventLog
     code_hash: str
     epoch: int
+    discard_state: Callable[[str], None]
     is_ending: bool = False  # the step in work is the last one
     publisher: Publisher = field(init=False)  # needs the supervisor, which needs the run
     on_commit: Callable[[StepReport], None] = field(default=lambda report: None)

@@ -22,6 +22,7 @@ import uvicorn
 
 from megloom.compute.cluster.http import QuietServer
 from megloom.compute.cluster.local import LocalCluster
+from megloom.compute.conductor.client import process_start
 from megloom.compute.conductor.http_api import build_app
 from megloom.compute.conductor.sessions import SessionTable
 
@@ -73,7 +74,13 @@ def _publish(home: Path, *, token: str, epoch: int, port: int) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(token)
     draft = home / "service.json.draft"
-    draft.write_text(json.dumps({"url": f"http://127.0.0.1:{port}", "pid": os.getpid(), "epoch": epoch}))
+    address = {
+        "url": f"http://127.0.0.1:{port}",
+        "pid": os.getpid(),
+        "started": process_start(os.getpid()),
+        "epoch": epoch,
+    }
+    draft.write_text(json.dumps(address))
     draft.replace(home / "service.json")
 
 

@@ -36,6 +36,7 @@ class Session:
         wall_time: Callable[[], str],
         write_events: Callable[[list[str]], None],
         discard_uncommitted: Callable[[str, int], None],
+        discard_state: Callable[[str], None],
     ) -> None:
         self.config, self.paths, self.reports = config, paths, list[StepReport]()
         self.state, self.failure = "starting", None  # type: str, str | None
@@ -51,6 +52,7 @@ class Session:
             events=self._events,
             epoch=epoch,
             discard_uncommitted=discard_uncommitted,
+            discard_state=discard_state,
         )
         self._started_s = self._asked_s = 0.0  # when the session began, when a client last asked
         self._bring_up: BringUp | None = None
@@ -83,9 +85,13 @@ class Session:
             self._set_state("cancelled")
             raise
         finally:
-            self._write_events(self._events.take())
-            await asyncio.shield(self._around.backend.close())
-            self._notify()
+            try:
+                self._write_events(self._events.take())
+            except OSError:
+                log.exception("events of run=%s not written", self.config.run)
+            finally:
+                await asyncio.shield(self._around.backend.close())
+                self._notify()
 
     def renew_lease(self) -> None:
         """A client is there; a session that paused for the lack of one goes on."""

@@ -40,12 +40,17 @@ class SessionTable:
         self._home, self._cluster, self._epoch, self._wall_time = home, cluster, epoch, wall_time
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._starting: dict[str, asyncio.Lock] = {}  # one start of a run at a time
 
     async def start(self, config: SessionConfig) -> Session:
         """Starts a session, or returns the active one of that run.
 
         Raises: SessionConflict if the active one has another configuration.
         """
+        async with self._starting.setdefault(config.run, asyncio.Lock()):
+            return await self._start(config)
+
+    async def _start(self, config: SessionConfig) -> Session:
         active = self._sessions.get(config.run)
         if active is not None and active.state not in ENDED:
             if active.config.config_hash() != config.config_hash():
@@ -81,7 +86,8 @@ class SessionTable:
         """Stops a session for good; returns when its processes are gone."""
         session = self.get(run)
         task = self._tasks[run]
-        task.cancel()
+        if not task.cancelling():  # a second cancel would cut the first one's clean-up short
+            task.cancel()
         await asyncio.wait([task])
         return session
 
@@ -116,6 +122,7 @@ class SessionTable:
                 wall_time=self._wall_time,
                 write_events=write_events,
                 discard_uncommitted=discard_uncommitted,
+                discard_state=lambda path: Path(path).unlink(missing_ok=True),
             )
             self._sessions[config.run] = session
             ready.set_result(session)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 
 from megloom.compute.cluster.protocol import ClusterError
 from megloom.compute.conductor.backend import Backend
 from megloom.compute.conductor.config import Cells
 from megloom.compute.conductor.run import Run
 from megloom.compute.engines.protocol import EngineError
+from megloom.compute.graph.seeds import content_hash
 from megloom.compute.rollout.protocol import EpisodeEvents, WorkerLost, WorkloadError
 
 log = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ ANSWER_TIMEOUT_S = 20.0  # for a worker whose episode ran past its deadline
 
 
 class CellLost(Exception):
-    """A cell died too often."""
+    """A cell died too often, or came back with other code."""
 
 
 class Supervisor:
@@ -111,15 +113,29 @@ class Supervisor:
         self._run.dispatcher.engine_up(cell, engine)
 
     async def _restart_worker(self, name: str, cause: str) -> None:
-        self._run.desk.worker_down(name)
-        await self._back_off(name, cause)
-        await self._backend.stop(name)
-        worker = await self._backend.start_worker(name, self._worker_events)
-        await worker.tasks("train")
-        await worker.tasks("eval")
-        await worker.load_tokenizers(self._tokenizers())
-        self._run.desk.worker_up(name, worker)
-        self._run.events.add("worker_up", cell=name)
+        """Ends a worker and starts it anew; who asks while that is under way gets that restart."""
+        seen = self._backend.incarnation(name)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if self._backend.incarnation(name) != seen:
+                return
+            self._run.desk.worker_down(name)
+            while True:
+                await self._back_off(name, cause)
+                await self._backend.stop(name)
+                try:
+                    worker = await self._backend.start_worker(name, self._worker_events)
+                    plan = await worker.describe()
+                    await worker.tasks("train")
+                    await worker.tasks("eval")
+                    await worker.load_tokenizers(self._tokenizers())
+                except (ClusterError, WorkerLost) as error:
+                    cause = str(error)
+                    continue
+                if content_hash(asdict(plan)) != self._run.code_hash:
+                    raise CellLost(f"{name}: the workload's code changed while the run was under way")
+                self._run.desk.worker_up(name, worker)
+                self._run.events.add("worker_up", cell=name)
+                return
 
     async def _back_off(self, cell: str, cause: str) -> None:
         number = self._restarts[cell] = self._restarts.get(cell, 0) + 1

@@ -165,6 +165,7 @@ class CallBook:
         call.pending = {name for name in parents if not self._calls[name].is_done}
         for name in parents:
             if self._calls[name].failed:
+                self._calls[call.invocation_id] = call
                 call.fail(f"parent {name} failed")
                 return call
         prompt_ids = None if call.pending else self._render(call)

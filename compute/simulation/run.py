@@ -55,6 +55,7 @@ def simulate(
             wall_time=lambda: "simulated",
             write_events=events.extend,
             discard_uncommitted=lambda policy, version: None,
+            discard_state=lambda path: None,
         )
         await session.run()
         return Simulated(
