@@ -156,10 +156,10 @@ def test_failures_of_user_code_are_recorded_and_the_run_goes_on(client: ServiceC
 def test_a_workflow_that_blocks_its_process_costs_its_episodes_and_the_worker_is_replaced(
     client: ServiceClient,
 ) -> None:
-    client.start_session(config("blocking", 2, workload="blocking"))
+    client.start_session(config("blocking", 14, workload="blocking"))  # two seconds a step
     status, steps = follow(client, "blocking")
     assert status.state == "finished", status.failure
-    assert [step.failures for step in steps[1:]] == [{"deadline": 2}, {"deadline": 2}]
+    assert [step.failures for step in steps[1:]] == [{"deadline": 2}] * 14
     assert "worker_up" in {event["kind"] for event in events(client, "blocking")}
 
 
