@@ -9,7 +9,8 @@ from typing import Any
 
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.reports import StepReport, ratio
-from megloom.compute.graph.records import CellIntervalRecord, from_table
+from megloom.compute.graph.records import CellIntervalRecord
+from megloom.compute.graph.schemas import from_table
 from megloom.compute.report.curves import Panel
 from megloom.compute.report.episode import EpisodeStory
 from megloom.compute.report.page import Headline, Page, Table, render_page

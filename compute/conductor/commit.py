@@ -59,6 +59,7 @@ def initial_versions(run: Run) -> list[PolicyVersionRecord]:
             grad_norm=None,
             config_hash=run.config.config_hash(),
             code_hash=run.code_hash,
+            reward_hash=run.plan.reward_hash,
             created_at=run.wall_time(),
         )
         for policy, committed in run.ledger.policies.items()
@@ -84,5 +85,6 @@ def _version_record(
         grad_norm=work.update.grad_norm if work.update else None,
         config_hash=run.config.config_hash(),
         code_hash=run.code_hash,
+        reward_hash=run.plan.reward_hash,
         created_at=run.wall_time(),
     )

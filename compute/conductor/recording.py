@@ -68,7 +68,9 @@ def episode_records(
     scores = {call.invocation_id: call for call in outcome.calls}
     prompts: set[str] = set()
     for vertex in vertices:
-        yield _invocation(run, step, vertex, state, scores.get(vertex.invocation_id))
+        yield _invocation(
+            run, step, vertex, state, scores.get(vertex.invocation_id), task_id, group_id, member, attempt
+        )
         for parent, kind in vertex.parents:
             yield EdgeRecord(
                 episode_id=vertex.episode_id,
@@ -88,7 +90,15 @@ def _status(state: EpisodeState) -> RewardStatus:
 
 
 def _invocation(
-    run: str, step: int, vertex: Vertex, state: EpisodeState, score: CallScore | None
+    run: str,
+    step: int,
+    vertex: Vertex,
+    state: EpisodeState,
+    score: CallScore | None,
+    task_id: str,
+    group_id: str,
+    member: int,
+    attempt: int,
 ) -> InvocationRecord:
     versions = [span[0] for span in vertex.version_spans]
     done = vertex.state is InvocationState.DONE
@@ -101,20 +111,26 @@ def _invocation(
         episode_id=vertex.episode_id,
         run=run,
         step=step,
+        task_id=task_id,
+        group_id=group_id,
+        member=member,
+        attempt=attempt,
         agent=vertex.agent,
         policy=vertex.policy,
         index=vertex.index,
-        attempt=vertex.attempt,
+        num_reentries=vertex.attempt,
         state=vertex.state.value,
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
         cell=vertex.cell,
+        engine=vertex.cell,
         registered_s=vertex.registered_s,
         ready_s=vertex.ready_s,
         started_s=vertex.started_s,
         finished_s=vertex.finished_s,
         prompt_segment=prompt_segment_id(vertex) if vertex.prompt_ids is not None else None,
         completion_segment=completion_segment_id(vertex) if done else None,
+        message=None,
         num_prompt_tokens=len(vertex.prompt_ids or ()),
         num_completion_tokens=len(vertex.token_ids),
         finish_reason=vertex.finish_reason,
@@ -136,10 +152,12 @@ def _segments(run: str, step: int, vertex: Vertex, prompts: set[str]) -> Iterato
         prompts.add(prompt_id)
         yield SegmentRecord(
             segment_id=prompt_id,
+            episode_id=vertex.episode_id,
             run=run,
             step=step,
             policy=vertex.policy,
             parent=None,
+            start=0,
             sampled=False,
             token_ids=list(vertex.prompt_ids),
             logprobs=None,
@@ -148,10 +166,12 @@ def _segments(run: str, step: int, vertex: Vertex, prompts: set[str]) -> Iterato
     if vertex.state is InvocationState.DONE:
         yield SegmentRecord(
             segment_id=completion_segment_id(vertex),
+            episode_id=vertex.episode_id,
             run=run,
             step=step,
             policy=vertex.policy,
             parent=prompt_id,
+            start=len(vertex.prompt_ids),
             sampled=True,
             token_ids=list(vertex.token_ids),
             logprobs=list(vertex.logprobs),

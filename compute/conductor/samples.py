@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megloom.compute.conductor.episodes import EndedEpisode
-from megloom.compute.conductor.recording import completion_segment_id, prompt_segment_id
+from megloom.compute.conductor.recording import completion_segment_id
 from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.records import SampleKind, SampleRecord
 from megloom.compute.graph.states import InvocationState, SampleState
@@ -51,8 +51,8 @@ def group_samples(
             for vertex, reward in _scored_calls(member, agent)
         ]
         values = estimate([reward for _, _, reward in outcomes])
-        for (member, vertex, _), advantage in zip(outcomes, values, strict=True):
-            sample = _sample(run, step, member, vertex, advantage)
+        for (member, vertex, reward), advantage in zip(outcomes, values, strict=True):
+            sample = _sample(run, step, member, vertex, reward, advantage)
             samples.setdefault(agent_plan.policy, []).append(sample)
     return samples
 
@@ -67,7 +67,9 @@ def _scored_calls(member: EndedEpisode, agent: str) -> list[tuple[Vertex, float]
     return scored
 
 
-def _sample(run: str, step: int, member: EndedEpisode, vertex: Vertex, advantage: float) -> Sample:
+def _sample(
+    run: str, step: int, member: EndedEpisode, vertex: Vertex, reward: float, advantage: float
+) -> Sample:
     assert vertex.prompt_ids is not None
     num_prompt, num_sampled = len(vertex.prompt_ids), len(vertex.token_ids)
     record = SampleRecord(
@@ -80,11 +82,14 @@ def _sample(run: str, step: int, member: EndedEpisode, vertex: Vertex, advantage
         group_id=member.episode.group_id,
         episode_id=member.episode.episode_id,
         invocation_id=vertex.invocation_id,
-        segments=[prompt_segment_id(vertex), completion_segment_id(vertex)],
+        task_id=member.episode.task_id,
+        leaf_segment=completion_segment_id(vertex),
         num_tokens=num_prompt + num_sampled,
         num_trainable=num_sampled,
+        reward=reward,
         advantage=advantage,
         version_min=min(span[0] for span in vertex.version_spans),
+        version_max=max(span[0] for span in vertex.version_spans),
         micro_batch_id=None,
         state=SampleState.READY.value if advantage != 0.0 else SampleState.DROPPED.value,
     )
@@ -126,11 +131,14 @@ def demonstration_samples(
             group_id="",
             episode_id="",
             invocation_id=None,
-            segments=[f"{name}-t"],
+            task_id=None,
+            leaf_segment=f"{name}-t",
             num_tokens=num_prompt + num_answer,
             num_trainable=num_answer,
+            reward=None,
             advantage=1.0,
             version_min=None,
+            version_max=None,
             micro_batch_id=None,
             state=SampleState.READY.value,
         )

@@ -55,11 +55,13 @@ async def _imitate(run: Run, lane: GradientLane, rows: list[DemonstrationRow]) -
         assert sample.row is not None
         run.store.record(
             SegmentRecord(
-                segment_id=sample.record.segments[0],
+                segment_id=sample.record.leaf_segment,
+                episode_id="",
                 run=run.name,
                 step=step,
                 policy=policy,
                 parent=None,
+                start=0,
                 sampled=False,
                 token_ids=sample.row.token_ids.tolist(),
                 logprobs=None,

@@ -1,20 +1,15 @@
-"""The records of the execution graph, each with the Arrow schema that it is stored in.
+"""The records of the execution graph: plain rows, each with an idempotent key.
 
 A record is written once, when its object reaches a final state; the graph in memory holds the moving parts.
 Times are seconds on the session's clock (0 at its start). `None` means "not measured", never zero.
-Field order of a dataclass equals that of its schema; `tests/compute/graph/test_records.py` round-trips each.
+`schemas.py` derives each record's Arrow schema from its fields, in their order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from operator import attrgetter
 from typing import Any
-
-import pyarrow as pa
-
-SCHEMA_VERSION = 1
 
 
 class EdgeKind(StrEnum):
@@ -36,7 +31,7 @@ class SampleKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRecord:
-    """A dataset row. `task_id` is the hash of its canonical content; `row` is the whole row as JSON text."""
+    """A dataset row. `task_id` is the hash of its content; `row` is the whole row as canonical JSON."""
 
     task_id: str
     split: str
@@ -86,26 +81,37 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InvocationRecord:
-    """One agent call, a vertex of the graph. `version_min..max` are the policy versions that sampled it."""
+    """One agent call, a vertex of the graph. `version_min..max` are the policy versions that sampled it.
+
+    `attempt` is its episode's; `num_reentries` counts how often the call itself went back to ready. `engine`
+    names the process that answered: its cell and which start of it. `prompt_segment` and
+    `completion_segment` are leaves of token paths, `message` is the last message of the prompt.
+    """
 
     invocation_id: str
     episode_id: str
     run: str
     step: int
+    task_id: str | None
+    group_id: str
+    member: int
+    attempt: int
     agent: str
     policy: str
     index: int
-    attempt: int
+    num_reentries: int
     state: str
     version_min: int | None
     version_max: int | None
     cell: str | None
+    engine: str | None
     registered_s: float
     ready_s: float | None
     started_s: float | None
     finished_s: float | None
     prompt_segment: str | None
     completion_segment: str | None
+    message: str | None
     num_prompt_tokens: int
     num_completion_tokens: int
     finish_reason: str | None
@@ -120,7 +126,11 @@ class InvocationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EdgeRecord:
-    """`child` waited for `parent` (both invocation ids of one episode)."""
+    """`child` follows `parent` (both invocation ids of one episode).
+
+    "data": its prompt holds the parent's answer; "order": it only waited; "extends": its prompt continues the
+    parent's tokens.
+    """
 
     episode_id: str
     run: str
@@ -132,17 +142,20 @@ class EdgeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRecord:
-    """New tokens of one token-tree node; `parent` is the node that they extend.
+    """The tokens that one call added to its episode's token tree (one tree per policy).
 
-    Sampled segments carry one behaviour logprob per token (temperature applied, full support) and the
-    policy versions as spans `[version, start, end)` over their own tokens.
+    The path of a segment is the first `start` tokens of its parent's path, then its own tokens; without a
+    parent `start` is 0. Sampled segments carry one behaviour logprob per token (temperature applied, full
+    support) and the policy versions as spans `[version, start, end)` over their own tokens.
     """
 
     segment_id: str
+    episode_id: str
     run: str
     step: int
     policy: str
     parent: str | None
+    start: int
     sampled: bool
     token_ids: list[int]
     logprobs: list[float] | None
@@ -150,10 +163,48 @@ class SegmentRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRecord:
-    """A training row: the token path `segments`, of which `num_trainable` tokens carry loss.
+class MessageRecord:
+    """A chat message of a prompt, stored once per episode: `content` is the whole message as canonical JSON.
 
-    Demonstrations have no invocation; their advantage is 1 and `version_min` is None.
+    `parent` is the message before it; the first has none.
+    """
+
+    message_id: str
+    episode_id: str
+    run: str
+    step: int
+    parent: str | None
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldRecord:
+    """A user-defined field of a call: a critic's values, a late judge's score.
+
+    A scalar is kept by value (`value`, JSON); an array with one number per token in `values`, by reference to
+    the tokens of `segment`. Both are None while `is_ready` is false; `source` says who gave it, or why nobody
+    did.
+    """
+
+    invocation_id: str
+    run: str
+    step: int
+    agent: str
+    name: str
+    is_ready: bool
+    value: str | None
+    segment: str | None
+    values: list[float] | None
+    source: str
+    ready_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRecord:
+    """A training row: the path of `leaf_segment`, of which `num_trainable` tokens carry loss.
+
+    Demonstrations have no invocation and no task; their advantage is 1 and `version_min` is None.
     """
 
     sample_id: str
@@ -165,11 +216,14 @@ class SampleRecord:
     group_id: str
     episode_id: str
     invocation_id: str | None
-    segments: list[str]
+    task_id: str | None
+    leaf_segment: str
     num_tokens: int
     num_trainable: int
+    reward: float | None
     advantage: float
     version_min: int | None
+    version_max: int | None
     micro_batch_id: str | None
     state: str
 
@@ -212,7 +266,28 @@ class PolicyVersionRecord:
     grad_norm: float | None
     config_hash: str
     code_hash: str
+    reward_hash: str
     created_at: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvenanceRecord:
+    """What a start of the session ran: the full config and the hashes of the code that its workers loaded.
+
+    `epoch` numbers the starts of the service. `config`, `code_hashes` and `packages` are JSON objects.
+    """
+
+    run: str
+    epoch: int
+    step: int
+    workload: str
+    config_hash: str
+    config: str
+    code_hash: str
+    code_hashes: str
+    reward_hash: str
+    packages: str
+    started_at: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,28 +304,6 @@ class CellIntervalRecord:
     end_s: float
 
 
-_STR, _INT, _REAL = pa.string(), pa.int64(), pa.float64()
-_COLUMNS: dict[str, pa.DataType] = {
-    # Columns that are not plain text, integer or float64; every other type is derived from the annotation.
-    "token_ids": pa.list_(pa.int32()),
-    "logprobs": pa.list_(pa.float32()),
-    "version_spans": pa.list_(pa.list_(_INT)),
-    "segments": pa.list_(_STR),
-    "sample_ids": pa.list_(_STR),
-}
-_SCALARS: dict[str, pa.DataType] = {"str": _STR, "int": _INT, "float": _REAL, "bool": pa.bool_()}
-
-
-def _schema(record: type) -> pa.Schema:
-    columns = []
-    for field in fields(record):
-        annotation = str(field.type)
-        scalar = annotation.removesuffix(" | None")
-        kind = _COLUMNS.get(field.name) or _SCALARS[scalar]
-        columns.append(pa.field(field.name, kind, nullable=annotation.endswith("| None")))
-    return pa.schema(columns, metadata={"schema_version": str(SCHEMA_VERSION), "record": record.__name__})
-
-
 RECORDS: dict[str, type] = {
     "tasks": TaskRecord,
     "groups": GroupRecord,
@@ -258,23 +311,28 @@ RECORDS: dict[str, type] = {
     "invocations": InvocationRecord,
     "edges": EdgeRecord,
     "segments": SegmentRecord,
+    "messages": MessageRecord,
+    "fields": FieldRecord,
     "samples": SampleRecord,
     "micro_batches": MicroBatchRecord,
     "policy_versions": PolicyVersionRecord,
+    "provenance": ProvenanceRecord,
     "cell_intervals": CellIntervalRecord,
 }
-SCHEMAS: dict[str, pa.Schema] = {table: _schema(record) for table, record in RECORDS.items()}
 KEYS: dict[str, tuple[str, ...]] = {
     "tasks": ("split", "task_id"),
     "groups": ("group_id",),
     "episodes": ("episode_id", "attempt"),
-    "invocations": ("invocation_id",),
-    "edges": ("parent", "child"),
+    "invocations": ("invocation_id",),  # an invocation id names its attempt
+    "edges": ("parent", "child", "kind"),
     "segments": ("segment_id",),
+    "messages": ("episode_id", "message_id"),
+    "fields": ("invocation_id", "name"),
     "samples": ("sample_id",),
     "micro_batches": ("micro_batch_id",),
     "policy_versions": ("run", "policy", "version"),
-    "cell_intervals": ("cell", "start_s", "activity"),
+    "provenance": ("run", "epoch"),
+    "cell_intervals": ("step", "cell", "start_s", "activity"),
 }
 TABLE_OF: dict[type, str] = {record: table for table, record in RECORDS.items()}
 
@@ -300,26 +358,3 @@ def clean_record(record: Any) -> Any:
     return replace(
         record, **{name: clean_text(text) for name, text in texts.items() if isinstance(text, str)}
     )
-
-
-def to_table(table: str, records: list[Any]) -> pa.Table:
-    """The records of one table as Arrow."""
-    schema = SCHEMAS[table]
-    rows = map(attrgetter(*schema.names), records)  # one C call per record: sealing runs at every step
-    values = list(zip(*rows, strict=True)) or [()] * len(schema)
-    columns = [pa.array(column, type=f.type) for column, f in zip(values, schema, strict=True)]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def from_table(table: str, arrow: pa.Table) -> list[Any]:
-    """The inverse of `to_table`.
-
-    Raises: ValueError if the stored schema version is newer than this reader.
-    """
-    version = int((arrow.schema.metadata or {}).get(b"schema_version", b"1"))
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"table {table}: schema_version {version} is newer than this reader ({SCHEMA_VERSION})"
-        )
-    record = RECORDS[table]
-    return [record(**row) for row in arrow.select(SCHEMAS[table].names).to_pylist()]

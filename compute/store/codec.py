@@ -14,7 +14,8 @@ from typing import Any
 
 import msgpack
 
-from megloom.compute.graph.records import RECORDS, SCHEMAS, TABLE_OF, clean_record, record_key
+from megloom.compute.graph.records import RECORDS, TABLE_OF, clean_record, record_key
+from megloom.compute.graph.schemas import SCHEMAS
 
 _INT64_MAX = 2**63 - 1
 _packer = msgpack.Packer(use_bin_type=True)  # reused: making one costs more than packing; event loop only

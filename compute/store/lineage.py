@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import duckdb
 
-from megloom.compute.graph.records import RECORDS, SCHEMAS, MicroBatchRecord, PolicyVersionRecord
+from megloom.compute.graph.records import RECORDS, MicroBatchRecord, PolicyVersionRecord
+from megloom.compute.graph.schemas import SCHEMAS
 from megloom.compute.store.reader import MegReader
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megloom.compute.graph.records import SCHEMA_VERSION
+from megloom.compute.graph.schemas import SCHEMA_VERSION
 from megloom.compute.store.errors import CorruptFile, StoreError
 from megloom.compute.store.files import file_digest
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megloom.compute.graph.records import SCHEMAS
+from megloom.compute.graph.schemas import SCHEMAS
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder, file_digest
 from megloom.compute.store.manifest import (

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megloom.compute.graph.records import TABLE_OF, to_table
+from megloom.compute.graph.records import TABLE_OF
+from megloom.compute.graph.schemas import to_table
 from megloom.compute.store.files import Folder, file_digest
 from megloom.compute.store.manifest import (
     MANIFEST,

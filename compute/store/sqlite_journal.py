@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from megloom.compute.graph.records import SCHEMA_VERSION
+from megloom.compute.graph.schemas import SCHEMA_VERSION
 from megloom.compute.store.codec import Entry, content_digest, decode, encode
 from megloom.compute.store.errors import StoreError
 from megloom.compute.store.journal import Window

@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from megloom.compute.graph.records import (
     KEYS,
     RECORDS,
-    SCHEMA_VERSION,
-    SCHEMAS,
     EdgeRecord,
     SegmentRecord,
     clean_record,
     clean_text,
-    from_table,
     record_key,
-    to_table,
 )
+from megloom.compute.graph.schemas import SCHEMA_VERSION, SCHEMAS, from_table, to_table
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -82,10 +79,12 @@ def test_keys_are_fields_that_cannot_be_none(table: str) -> None:
 def test_none_is_stored_as_none_and_not_as_zero_or_empty() -> None:
     prompt = SegmentRecord(
         segment_id="s",
+        episode_id="e1",
         run="r",
         step=1,
         policy="p",
         parent=None,
+        start=0,
         sampled=False,
         token_ids=[],
         logprobs=None,
@@ -96,13 +95,13 @@ def test_none_is_stored_as_none_and_not_as_zero_or_empty() -> None:
 
 
 def test_the_key_of_a_record_does_not_depend_on_its_other_fields() -> None:
-    assert record_key(edge()) == record_key(edge(kind="order")) == "a|b"
+    assert record_key(edge()) == record_key(edge(step=2)) == "a|b|data"
     assert record_key(edge()) != record_key(edge(child="c"))
 
 
 def test_a_table_written_by_a_newer_program_is_refused() -> None:
     newer = to_table("edges", [edge()]).replace_schema_metadata({"schema_version": str(SCHEMA_VERSION + 1)})
-    with pytest.raises(ValueError, match="table edges: schema_version 2 is newer"):
+    with pytest.raises(ValueError, match="table edges: schema_version 3 is newer"):
         from_table("edges", newer)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megloom.compute.graph.records import SCHEMA_VERSION
+from megloom.compute.graph.schemas import SCHEMA_VERSION
 from megloom.compute.store.errors import CorruptFile, StoreError
 from megloom.compute.store.manifest import (
     Manifest,

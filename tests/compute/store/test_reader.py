@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from megloom.compute.graph.records import RECORDS, SCHEMAS, from_table
+from megloom.compute.graph.records import RECORDS
+from megloom.compute.graph.schemas import SCHEMAS, from_table
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder
 from megloom.compute.store.reader import MegReader

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megloom.compute.graph.records import from_table
+from megloom.compute.graph.schemas import from_table
 from megloom.compute.store.files import Folder
 from megloom.compute.store.journal import MemoryJournal
 from megloom.compute.store.offload import InlineOffload

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import pytest
 
-from megloom.compute.graph.records import from_table
+from megloom.compute.graph.schemas import from_table
 from megloom.compute.store.errors import ConflictingRecord, StoreError
 from megloom.compute.store.files import Folder
 from megloom.compute.store.journal import MemoryJournal
