@@ -108,7 +108,7 @@ def test_a_conflict_is_found_against_a_record_of_the_killed_process(tmp_path: Pa
             journal.append(build.edge(), 1)
             assert dict(journal.open_steps()) == {1: 1}
             with pytest.raises(ConflictingRecord):
-                journal.append(build.edge(kind="order"), 1)
+                journal.append(build.edge(episode_id="e2"), 1)
 
     asyncio.run(first())
     asyncio.run(second())
