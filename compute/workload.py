@@ -129,6 +129,7 @@ class Training(Closed):
     eval_draws: int = Field(default=2, ge=1, description="seeded draws per task in a full evaluation")
     episode_timeout_s: float = Field(default=120.0, gt=0)
     call_timeout_s: float = Field(default=60.0, gt=0)
+    field_timeout_s: float = Field(default=120.0, gt=0, description="wait of an ended group for fields")
 
 
 class Task(Protocol):
@@ -200,6 +201,7 @@ Prompt = str | Sequence[Message]
 Workflow = Callable[[Any, Any], Awaitable[Any]]
 Reward = Callable[[Any, Any], "float | Mapping[str, float] | Score"]
 Rows = Callable[[], Iterable[Mapping[str, Any]]]
+LateField = Callable[[Any, Any], Awaitable["float | Mapping[str, float | Sequence[float]]"]]
 
 
 class Agent(Closed):
@@ -231,6 +233,9 @@ class Workload:
 
     `tasks` and `eval_tasks` are a parquet or jsonl path, or a function that returns rows (called once, the
     rows are then kept as parquet). `demonstrate(num_per_agent, seed)` makes the warm start's examples.
+    `fields` are values of calls that may come later than the episode ends, such as a slow judge's score:
+    `await field(task, episode)` gives a number for every call, or a mapping of agents or invocation ids to
+    numbers (or lists with a number for each sampled token). A policy whose loss needs a field waits for it.
 
     Raises: ValueError if an agent names an unknown policy, or a name is not a Python identifier.
     """
@@ -244,12 +249,18 @@ class Workload:
     eval_tasks: str | Rows
     training: Training
     demonstrate: Demonstrate | None = None
+    fields: Mapping[str, LateField] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (self.name, *self.policies, *self.agents):
+        for name in (self.name, *self.policies, *self.agents, *self.fields):
             if not name.isidentifier():
                 raise ValueError(f"workload {self.name}: {name!r} must be a Python identifier")
         for name, agent in self.agents.items():
             if agent.policy not in self.policies:
                 known = ", ".join(sorted(self.policies))
                 raise ValueError(f"agent {name}: unknown policy {agent.policy!r} (known: {known})")
+        for name, policy in self.policies.items():
+            for needed in getattr(policy.algorithm, "needs", ()):
+                if needed not in self.fields:
+                    known = ", ".join(sorted(self.fields)) or "none"
+                    raise ValueError(f"policy {name}: its loss needs field {needed!r} (declared: {known})")

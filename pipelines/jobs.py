@@ -52,6 +52,18 @@ class TrainingOverridesConfig(dg.Config):
     eval_draws: int | None = Field(default=None, description=f"Draws per task in a full evaluation. {_KEEP}")
     episode_timeout_s: float | None = Field(default=None, description=f"Seconds for an episode. {_KEEP}")
     call_timeout_s: float | None = Field(default=None, description=f"Seconds for an agent call. {_KEEP}")
+    field_timeout_s: float | None = Field(default=None, description=f"Seconds for late fields. {_KEEP}")
+
+
+class StorageConfig(dg.Config):
+    """Where sealed steps go, and how long their tokens stay."""
+
+    root: str | None = Field(
+        default=None, description="Folder or fsspec URL such as s3://bucket/runs. Empty: the home's store."
+    )
+    keep_tokens_of_versions: int | None = Field(
+        default=None, description="Drops token segments older than so many versions. Empty keeps all."
+    )
 
 
 class TrainingSessionConfig(dg.Config):
@@ -76,6 +88,7 @@ class TrainingSessionConfig(dg.Config):
         default_factory=TrainingOverridesConfig, description="Values that replace the workload's own."
     )
     cells: CellsConfig = Field(default_factory=CellsConfig, description="Processes on the service's machine.")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="Where sealed steps go.")
 
     def session(self, dagster_run: dg.DagsterRun) -> SessionConfig:
         """The session to start. A re-executed Dagster run gets the name, and so the session, of the first.

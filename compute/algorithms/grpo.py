@@ -31,6 +31,12 @@ class Grpo(Algorithm):
     normalise: Literal["std", "none"] = "std"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "episode-mean"] = "token-mean"
     min_group_size: int = Field(default=2, ge=2)
+    reward_field: str | None = Field(default=None, description="the workload's field to take as reward")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The user-defined fields without which a call cannot be trained on."""
+        return frozenset() if self.reward_field is None else frozenset({self.reward_field})
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """One advantage per scored member of a group, in the order given.

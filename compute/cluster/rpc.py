@@ -21,6 +21,7 @@ import msgpack
 
 log = logging.getLogger(__name__)
 _HEADER = struct.Struct("<I")
+UNICODE_ERRORS = "surrogatepass"  # datasets and models make lone surrogates; a frame must not fail on them
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # one micro-batch is far below; a larger frame is a broken peer
 _CALL, _ANSWER, _ERROR, _NOTIFY = 0, 1, 2, 3
 
@@ -88,7 +89,7 @@ class Channel:
                 (size,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
                 if size > MAX_FRAME_BYTES:
                     raise PeerGone(f"frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
-                self._handle(msgpack.unpackb(await self._reader.readexactly(size), raw=False))
+                self._handle(_unpack(await self._reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self._gone = error
         finally:
@@ -106,7 +107,7 @@ class Channel:
         self._writer.transport.abort()  # close() would wait for a peer that no longer reads
 
     def _send(self, frame: list[Any]) -> None:
-        data = msgpack.packb(frame, use_bin_type=True)
+        data = msgpack.packb(frame, use_bin_type=True, unicode_errors=UNICODE_ERRORS)
         self._writer.write(_HEADER.pack(len(data)) + data)
 
     def _handle(self, frame: list[Any]) -> None:
@@ -137,6 +138,10 @@ class Channel:
         else:
             if not self._gone:
                 self._send([_ANSWER, call_id, "", answer])
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, raw=False, unicode_errors=UNICODE_ERRORS)
 
 
 async def connect(

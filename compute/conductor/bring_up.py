@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from megloom.compute.algorithms.table import parse_algorithm
 from megloom.compute.conductor.backend import Backend
@@ -14,16 +13,22 @@ from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.episodes import EpisodeDesk
 from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.conductor.fields import FieldDesk
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.ledger import Committed, Ledger
+from megloom.compute.conductor.provenance import provenance
 from megloom.compute.conductor.publisher import Publisher, Serving
+from megloom.compute.conductor.reports import StepReport
+from megloom.compute.conductor.restoring import ended_episodes
 from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.samples import Aggregation
+from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
 from megloom.compute.conductor.supervision import Supervisor
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import content_hash, derive_seed
-from megloom.compute.rollout.protocol import CallOpened, CallPrompt, EpisodeEvents, Worker, WorkloadPlan
+from megloom.compute.graph.training_view import TrainingView
+from megloom.compute.rollout.protocol import CallOpened, CallPrompt, FieldReady, Worker, WorkloadPlan
 from megloom.compute.scheduling.cursor import Cursor
 from megloom.compute.store.step_store import StepStore
 from megloom.compute.trainers.protocol import Trainer, TrainerPlan
@@ -57,9 +62,10 @@ class Surroundings:
 
 
 class AnnouncementRelay:
-    """Gives workers' announcements to the desk, which is built after the first worker has started."""
+    """Gives workers' announcements to the desks, which are built after the first worker has started."""
 
-    target: EpisodeEvents | None = None
+    target: EpisodeDesk | None = None
+    fields: FieldDesk | None = None
 
     def call_opened(self, call: CallOpened) -> None:
         if self.target is not None:
@@ -68,6 +74,10 @@ class AnnouncementRelay:
     def call_prompt(self, prompt: CallPrompt) -> None:
         if self.target is not None:
             self.target.call_prompt(prompt)
+
+    def field_ready(self, field: FieldReady) -> None:
+        if self.fields is not None:
+            self.fields.field_ready(field)
 
 
 class BringUp:
@@ -86,8 +96,7 @@ class BringUp:
         """
         around = self._around
         manifest = await around.store.recover(around.config.run)
-        await around.store.discard_unsealed()
-        snapshot: dict[str, Any] = dict(manifest.snapshot) if manifest else {}
+        snapshot = Snapshot.from_json(manifest.snapshot) if manifest else None
         workers = await self._start_workers()
         first = next(iter(workers.values()))
         plan = await first.describe()
@@ -95,10 +104,12 @@ class BringUp:
             asdict(plan)
         )  # code, models, agents and step sizes as the worker loaded them
         if snapshot:
-            _refuse_another(around.config, code_hash, snapshot["report"])
+            _refuse_another(around.config, code_hash, snapshot.report)
         self.phase = "the dataset to load"
         for worker in workers.values():
             train, held_out = await worker.tasks("train"), await worker.tasks("eval")
+        if snapshot:
+            _refuse_other_tasks(around.config.run, [task.task_id for task in train], snapshot)
         self.phase = "the trainers to start"
         trainers = await self._start_trainers(plan)
         ledger = await self._ledger(trainers, snapshot)
@@ -121,7 +132,8 @@ class BringUp:
             fence=supervisor.restart_engine,
             events=around.events,
         )
-        self._relay.target = run.desk
+        self._relay.target, self._relay.fields = run.desk, run.fields
+        await self._restore(run)
         self.phase = "the engines to start"
         await supervisor.start_engines(around.config.cells)
         for name, worker in workers.items():
@@ -129,8 +141,32 @@ class BringUp:
         if not snapshot:
             for record in [*train, *held_out, *initial_versions(run)]:
                 run.store.record(record, step=0)
+        around.store.record(
+            provenance(
+                config=around.config,
+                plan=plan,
+                code_hash=code_hash,
+                epoch=around.epoch,
+                step=ledger.next_step,
+                started_at=around.wall_time(),
+            )
+        )
         self.run = run
         return run, supervisor
+
+    async def _restore(self, run: Run) -> None:
+        """Gives the desk what the open step had ended when the last session was killed; drops the rest."""
+        restored = ended_episodes(
+            await run.store.unsealed(),
+            step=run.ledger.next_step,
+            versions=run.ledger.versions(),
+            needs={policy: algorithm.needs for policy, algorithm in run.algorithms.items()},
+        )
+        kept = [record for episode in restored.values() for record in episode.records]
+        num_dropped = await run.store.keep_unsealed(kept)
+        run.desk.restore(restored)
+        if restored or num_dropped:
+            run.events.add("restored", episodes=len(restored), dropped_records=num_dropped)
 
     async def _start_workers(self) -> dict[str, Worker]:
         names = [f"worker/{number}" for number in range(self._around.config.cells.workload_workers)]
@@ -160,10 +196,10 @@ class BringUp:
             threads=config.cells.threads,
         )
 
-    async def _ledger(self, trainers: dict[str, Trainer], snapshot: dict[str, Any]) -> Ledger:
+    async def _ledger(self, trainers: dict[str, Trainer], snapshot: Snapshot | None) -> Ledger:
         """The ledger of the newest snapshot with every trainer on it, or version 0 of every policy."""
         if snapshot:
-            ledger = Ledger.from_json(snapshot["ledger"])
+            ledger = snapshot.ledger
             async with asyncio.TaskGroup() as tasks:
                 for policy, entry in ledger.policies.items():
                     self._around.discard_uncommitted(policy, entry.version)
@@ -238,16 +274,18 @@ class BringUp:
             )
             for policy in trained
         }
-        return Run(
+        view = TrainingView({name: algorithm.needs for name, algorithm in algorithms.items()})
+        run = Run(
             config=config,
             paths=around.paths,
             plan=plan,
             training=training,
             train_ids=[task.task_id for task in train],
             eval_ids=[task.task_id for task in held_out],
-            advantages={name: algorithm.advantages for name, algorithm in algorithms.items()},
+            algorithms=algorithms,
             aggregations={name: Aggregation(name=a.aggregation) for name, a in algorithms.items()},
             lanes=lanes,
+            view=view,
             desk=desk,
             dispatcher=dispatcher,
             store=around.store,
@@ -259,6 +297,17 @@ class BringUp:
             epoch=around.epoch,
             discard_state=around.discard_state,
         )
+        run.fields = FieldDesk(
+            run=config.run,
+            graph=graph,
+            view=view,
+            open_step=lambda: run.ledger.next_step,
+            record=record,
+            timeout_s=training.field_timeout_s,
+            clock=clock,
+            events=events,
+        )
+        return run
 
     async def _restart_trainer(self, policy: str) -> Trainer:
         """A new trainer with the last committed state of its policy."""
@@ -281,11 +330,23 @@ def _with_overrides(plan: WorkloadPlan, config: SessionConfig) -> Training:
     return Training.parse({**plan.training, **overrides})
 
 
-def _refuse_another(config: SessionConfig, code_hash: str, report: dict[str, Any]) -> None:
-    for name, mine in (("config", config.config_hash()), ("code", code_hash)):
-        stored = report[f"{name}_hash"]
+def _refuse_another(config: SessionConfig, code_hash: str, report: StepReport) -> None:
+    for name, mine, stored in (
+        ("config", config.config_hash(), report.config_hash),
+        ("code", code_hash, report.code_hash),
+    ):
         if stored != mine:
             raise SessionError(
                 f"run {config.run} was made with {name} {stored}, this request has {mine}: "
                 f"use another run name, or the same {name}"
             )
+
+
+def _refuse_other_tasks(run: str, task_ids: list[str], snapshot: Snapshot) -> None:
+    """The cursor counts in the tasks' order: over other tasks it would skip some and repeat others."""
+    mine = tasks_hash(task_ids)
+    if snapshot.tasks_hash not in (None, mine):
+        raise SessionError(
+            f"run {run} was made on tasks {snapshot.tasks_hash}, this dataset's {len(task_ids)} are {mine}: "
+            "use another run name, or the same dataset"
+        )

@@ -24,6 +24,7 @@ def step_checks(
         _aligned(vertices),
         _edges_resolve(ended),
         _finite(lanes),
+        _applied_once(lanes),
         *_warnings(vertices, lanes, reward),
     ]
 
@@ -76,6 +77,18 @@ def _finite(lanes: Mapping[str, LaneStep]) -> CheckReport:
         if lane.update is not None and not math.isfinite(lane.update.grad_norm)
     ]
     return _check("gradient_finite", problems, blocking=True, good="all gradient norms finite")
+
+
+def _applied_once(lanes: Mapping[str, LaneStep]) -> CheckReport:
+    """The trainer's own list of what its update took must be the micro-batches that were sent, in order."""
+    problems = []
+    for policy, lane in lanes.items():
+        sent = [taken.batch.micro_batch_id for taken in lane.taken]
+        if lane.update is not None and list(lane.update.micro_batch_ids) != sent:
+            problems.append(f"{policy}: sent {sent}, the update took {list(lane.update.micro_batch_ids)}")
+    return _check(
+        "micro_batches_applied_once", problems, blocking=True, good="each update took what was sent, once"
+    )
 
 
 def _warnings(

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from megloom.compute.conductor.gradients import LaneStep
 from megloom.compute.conductor.run import Run
+from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
 from megloom.compute.conductor.step_report import StepOutcome, engine_intervals, mean_loss, step_report
 from megloom.compute.graph.records import PolicyVersionRecord
+from megloom.compute.store.retention import Plan
 from megloom.compute.trainers.protocol import Published
+
+RETENTION_EVERY_STEPS = 8  # a plan lists the run's steps: cheap, but not worth it at every commit
 
 
 async def commit_step(run: Run, outcome: StepOutcome) -> None:
@@ -31,13 +35,35 @@ async def commit_step(run: Run, outcome: StepOutcome) -> None:
     )
     report = step_report(run, outcome, timeline)
     run.events.add("commit", step=step, versions=ledger.versions(), reward=report.reward)
-    await run.store.seal(run.name, step, {"ledger": ledger.to_json(), "report": report.to_json()})
+    snapshot = Snapshot(
+        ledger=ledger, report=report, seed=run.config.seed, tasks_hash=tasks_hash(run.train_ids)
+    )
+    await run.store.seal(run.name, step, snapshot.to_json())
     replaced = [run.ledger.policies[policy].state_path for policy in outcome.published]
     run.ledger = ledger
     for path in replaced:
         if path is not None:
             run.discard_state(path)
     run.on_commit(report)
+    if step % RETENTION_EVERY_STEPS == 0:
+        await drop_old_tokens(run)
+
+
+async def drop_old_tokens(run: Run) -> None:
+    """What the run's storage settings let go; the event log says what it is before it goes."""
+    keep = run.config.storage.keep_tokens_of_versions
+    if keep is None:
+        return
+
+    def tell(plan: Plan) -> None:
+        run.events.add(
+            "tokens_dropped",
+            steps=[step.step for step in plan.steps],
+            files=plan.num_files,
+            size_bytes=plan.size_bytes,
+        )
+
+    await run.store.drop_tokens(run.name, keep, at=run.wall_time(), tell=tell)
 
 
 def initial_versions(run: Run) -> list[PolicyVersionRecord]:

@@ -26,6 +26,17 @@ class Cells(Closed):
     device: str = Field(default="cpu", description="device of engines and trainers")
 
 
+class Storage(Closed):
+    """Where sealed steps go, and how long their tokens stay. Weights and journals are in the home."""
+
+    root: str | None = Field(
+        default=None, description="folder or fsspec URL such as s3://bucket/runs (default: the home's store)"
+    )
+    keep_tokens_of_versions: int | None = Field(
+        default=None, ge=1, description="drop token segments older than so many versions (default: keep all)"
+    )
+
+
 class TrainingOverrides(Closed):
     """Values that replace the workload's own `Training`; None keeps the workload's."""
 
@@ -40,6 +51,7 @@ class TrainingOverrides(Closed):
     eval_draws: int | None = Field(default=None, ge=1)
     episode_timeout_s: float | None = Field(default=None, gt=0)
     call_timeout_s: float | None = Field(default=None, gt=0)
+    field_timeout_s: float | None = Field(default=None, gt=0)
 
 
 class SessionConfig(Closed):
@@ -63,6 +75,7 @@ class SessionConfig(Closed):
     import_paths: tuple[str, ...] = Field(default=(), description="folders to import the workload from")
     training: TrainingOverrides = TrainingOverrides()
     cells: Cells = Cells()
+    storage: Storage = Storage()
 
     @field_validator("run")
     @classmethod
@@ -79,8 +92,9 @@ class SessionConfig(Closed):
         return value
 
     def config_hash(self) -> str:
-        """Hash of all that shapes the result; the run's name, its length and the lease do not."""
-        shaping = self.model_dump(exclude={"run", "steps", "lease_s", "duration_s", "import_paths"})
+        """Hash of all that shapes the result; the run's name, length, lease and storage do not."""
+        aside = {"run", "steps", "lease_s", "duration_s", "import_paths", "storage"}
+        shaping = self.model_dump(exclude=aside)
         return hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

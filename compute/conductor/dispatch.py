@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -39,7 +38,7 @@ class CallEnds(Protocol):
 
 
 class Dispatcher:
-    """Owns the ready queues and the requests in flight of every policy."""
+    """Owns the requests in flight of every policy; which calls are ready is the graph's to say."""
 
     def __init__(
         self,
@@ -55,7 +54,6 @@ class Dispatcher:
         self._run, self._graph, self._stop_ids = run, graph, stop_ids
         self._call_timeout_s, self._tasks = call_timeout_s, tasks
         self._clock, self._events = clock, events
-        self._queues: dict[str, deque[str]] = {}
         self._balancers: dict[str, Balancer] = {}
         self._engines: dict[str, Engine] = {}
         self._policy_of: dict[str, str] = {}
@@ -65,7 +63,6 @@ class Dispatcher:
 
     def add_engine(self, cell: str, *, policy: str, capacity: int) -> None:
         self._balancers.setdefault(policy, Balancer()).add(cell, capacity=capacity)
-        self._queues.setdefault(policy, deque())
         self._policy_of[cell] = policy
 
     def engine_up(self, cell: str, engine: Engine) -> None:
@@ -89,8 +86,7 @@ class Dispatcher:
         return {cell: self._engines[cell] for cell in balancer.up()} if balancer else {}
 
     def submit(self, vertex: Vertex) -> None:
-        """Queues a ready call. It starts as soon as an engine of its policy has room."""
-        self._queues[vertex.policy].append(vertex.invocation_id)
+        """A call has become ready. It starts as soon as an engine of its policy has room."""
         self._pump(vertex.policy)
 
     def abort(self, vertices: list[Vertex]) -> None:
@@ -100,24 +96,20 @@ class Dispatcher:
                 self._tasks.create_task(self._abort(*request), name=f"abort:{vertex.invocation_id}")
 
     def _pump(self, policy: str) -> None:
-        queue, balancer = self._queues[policy], self._balancers[policy]
-        while queue:
-            vertex = self._graph.get(queue[0])
-            if vertex is None or vertex.state is not InvocationState.READY:
-                queue.popleft()  # cancelled while it waited
-                continue
-            rid = stable_id(self._run, vertex.invocation_id, vertex.attempt)
+        balancer = self._balancers[policy]
+        while (vertex := self._graph.first_ready(policy)) is not None:
+            rid = stable_id(self._run, vertex.invocation_id, vertex.num_reentries)
             lease = balancer.acquire(rid, len(vertex.prompt_ids or ()) + vertex.max_tokens)
             if lease is None:
                 return
-            queue.popleft()
-            self._graph.start(vertex.invocation_id, cell=lease.cell, now=self._clock())
+            engine = f"{lease.cell}#{lease.incarnation}"
+            self._graph.start(vertex.invocation_id, cell=lease.cell, engine=engine, now=self._clock())
             self._requests[vertex.invocation_id] = (lease.cell, rid)
             self._tasks.create_task(self._generate(vertex, lease), name=f"call:{vertex.invocation_id}")
 
     async def _generate(self, vertex: Vertex, lease: Lease) -> None:
         """Runs one request to its end. Ends always: by answer, failure or deadline."""
-        attempt = vertex.attempt
+        num_reentries = vertex.num_reentries
         retry, failure, completion = False, "", None
         try:
             async with asyncio.timeout(self._call_timeout_s):
@@ -140,7 +132,7 @@ class Dispatcher:
         finally:
             self._requests.pop(vertex.invocation_id, None)
             self._balancers[vertex.policy].release(lease)
-        if vertex.state is InvocationState.RUNNING and vertex.attempt == attempt:
+        if vertex.state is InvocationState.RUNNING and vertex.num_reentries == num_reentries:
             self._end(vertex, completion, retry, failure)
         self._pump(vertex.policy)
 
@@ -159,10 +151,9 @@ class Dispatcher:
             vertex.version_spans = tuple((s.version, s.start, s.end) for s in completion.version_spans)
             vertex.finish_reason = completion.finish_reason.value
             self.ends.call_finished(vertex)
-        elif retry and vertex.attempt + 1 < MAX_ATTEMPTS:
+        elif retry and vertex.num_reentries + 1 < MAX_ATTEMPTS:
             self._events.add("call_reentered", invocation=vertex.invocation_id, cause=failure[:200])
             self._graph.reenter(vertex.invocation_id, now=self._clock())
-            self._queues[vertex.policy].append(vertex.invocation_id)
         else:
             self._events.add("call_failed", invocation=vertex.invocation_id, cause=failure[:200])
             self.ends.call_failed(vertex, failure)

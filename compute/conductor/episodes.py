@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.events import Clock, EventLog
-from megloom.compute.conductor.recording import episode_records
+from megloom.compute.conductor.recording import Attempt, episode_records
+from megloom.compute.conductor.restoring import Restored
 from megloom.compute.graph.meg import ExecutionGraph, Vertex
 from megloom.compute.graph.records import EdgeKind
 from megloom.compute.graph.seeds import derive_seed
@@ -87,8 +88,13 @@ class EpisodeDesk:
         self._load: dict[str, int] = {}
         self._worker_up = asyncio.Event()
         self._running: dict[str, tuple[Episode, Worker]] = {}
+        self._restored: dict[str, Restored] = {}
         self.suspects: asyncio.Queue[str] = asyncio.Queue()  # workers that let a deadline pass
         dispatcher.ends = self
+
+    def restore(self, restored: Mapping[str, Restored]) -> None:
+        """Episodes that a killed session had ended: `run` returns them without running them again."""
+        self._restored.update(restored)
 
     def worker_up(self, name: str, worker: Worker) -> None:
         self._workers[name] = worker
@@ -119,6 +125,8 @@ class EpisodeDesk:
 
     async def run(self, episode: Episode) -> EndedEpisode:
         """Runs an episode to a terminal state and records it. Raises only for control-plane errors."""
+        if (restored := self._restored.pop(episode.episode_id, None)) is not None:
+            return EndedEpisode(episode=episode, outcome=restored.outcome, vertices=restored.vertices)
         async with self._slots:
             for attempt in range(MAX_ATTEMPTS):
                 ended = await self._attempt(episode, attempt)
@@ -179,7 +187,7 @@ class EpisodeDesk:
             )
         for warning in outcome.warnings:
             self._events.add("warning", episode=episode.episode_id, text=warning)
-        for record in episode_records(
+        attempted = Attempt(
             run=self._run,
             step=episode.step,
             purpose=episode.purpose,
@@ -188,11 +196,10 @@ class EpisodeDesk:
             member=episode.member,
             attempt=attempt,
             reward_hash=self._plan.reward_hash,
-            outcome=outcome,
-            vertices=vertices,
             started_s=started_s,
             finished_s=self._clock(),
-        ):
+        )
+        for record in episode_records(attempted, outcome, vertices):
             self._record(record)
         return EndedEpisode(episode=episode, outcome=outcome, vertices=vertices)
 
@@ -240,6 +247,7 @@ class EpisodeDesk:
             temperature=agent.temperature,
             max_tokens=agent.max_tokens,
             prompt_ids=call.prompt_ids,
+            messages=call.messages,
         )
         if self._graph.add(vertex, now=self._clock()):
             self._dispatcher.submit(vertex)
@@ -250,6 +258,7 @@ class EpisodeDesk:
         vertex = self._graph[prompt.invocation_id]
         if vertex.state is not InvocationState.BLOCKED:
             return
+        vertex.messages = prompt.messages
         if self._graph.set_prompt(prompt.invocation_id, prompt.prompt_ids, now=self._clock()):
             self._dispatcher.submit(vertex)
 

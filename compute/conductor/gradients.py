@@ -2,7 +2,7 @@
 
 One lane per trained policy. A lane survives the loss of its trainer: the new one loads the last committed
 state and takes this step's micro-batches again, in their recorded order, so that nothing is counted twice.
-A demonstration pass is many optimizer steps and is not replayed: a trainer lost there ends the session.
+A demonstration pass is many optimizer steps: whoever drives it begins it again (`revive`).
 """
 
 from __future__ import annotations
@@ -201,15 +201,20 @@ class GradientLane:
         self._events.add("gradient", micro_batch=taken.batch.micro_batch_id, rows=len(taken.batch.rows))
         self._interval("gradient", taken.started_s)
 
+    async def revive(self, error: TrainerLost) -> None:
+        """Brings a lost trainer back on its last committed state."""
+        self._events.add("trainer_lost", policy=self._policy, cause=str(error)[:200])
+        self.trainer = await self._restart(self._policy)
+
     async def _surviving(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Runs `work`; if the trainer is lost, brings one back, replays the step's gradients, tries again."""
         for _ in range(MAX_TRAINER_LOSSES):
             try:
                 return await work()
             except TrainerLost as error:
-                self._events.add("trainer_lost", policy=self._policy, cause=str(error)[:200])
+                lost = error
             try:
-                self.trainer = await self._restart(self._policy)
+                await self.revive(lost)
                 for taken in self._step.taken:
                     if taken.state is SampleState.GRADIENT_TAKEN:
                         taken.state = checked_move(taken.batch.micro_batch_id, taken.state, SampleState.READY)

@@ -1,86 +1,95 @@
-"""From a finished episode to the records of the graph: episode, invocations, edges, token segments."""
+"""From an ended episode attempt to the records of the graph: episode, invocations, edges, token segments."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from megloom.compute.graph.meg import Vertex
+from megloom.compute.graph.messages import message_records
 from megloom.compute.graph.records import (
+    EdgeKind,
     EdgeRecord,
     EpisodeRecord,
     InvocationRecord,
     RewardStatus,
-    SegmentRecord,
 )
-from megloom.compute.graph.seeds import content_hash
-from megloom.compute.graph.states import EpisodeState, InvocationState
+from megloom.compute.graph.states import EpisodeState, InvocationState, checked_move
+from megloom.compute.graph.token_paths import TokenPaths, completion_segment_id
 from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
 
 
-def prompt_segment_id(vertex: Vertex) -> str:
-    """Equal prompts of one episode share a segment: three tries of one plan store it once."""
-    attempt_prefix = vertex.invocation_id.rpartition("-i")[0]
-    return f"{attempt_prefix}-p{content_hash(list(vertex.prompt_ids or ()))}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """Which attempt of which episode the records are of. Times are the session's clock."""
+
+    run: str
+    step: int
+    purpose: str
+    group_id: str
+    task_id: str
+    member: int
+    attempt: int
+    reward_hash: str
+    started_s: float
+    finished_s: float
 
 
-def completion_segment_id(vertex: Vertex) -> str:
-    return f"{vertex.invocation_id}-c"
-
-
-def episode_records(
-    *,
-    run: str,
-    step: int,
-    purpose: str,
-    group_id: str,
-    task_id: str,
-    member: int,
-    attempt: int,
-    reward_hash: str,
-    outcome: EpisodeOutcome,
-    vertices: list[Vertex],
-    started_s: float,
-    finished_s: float,
-) -> Iterator[Any]:
-    """Every record of one ended attempt."""
-    state = EpisodeState(outcome.state)
+def episode_records(of: Attempt, outcome: EpisodeOutcome, vertices: list[Vertex]) -> Iterator[Any]:
+    """Every record of one ended attempt; the episode itself comes last, so that it stands for all of them."""
+    state = checked_move(outcome.episode_id, EpisodeState.RUNNING, EpisodeState(outcome.state))
+    scores = {call.invocation_id: call for call in outcome.calls}
+    paths = TokenPaths(run=of.run, step=of.step)
+    messages = message_records(
+        {vertex.invocation_id: vertex.messages for vertex in vertices},
+        episode_id=outcome.episode_id,
+        run=of.run,
+        step=of.step,
+    )
+    yield from messages.records
+    for vertex in vertices:
+        paths.add(vertex)
+        yield _invocation(
+            of,
+            vertex,
+            state,
+            scores.get(vertex.invocation_id),
+            prompt_segment=paths.prompt_segment(vertex.invocation_id),
+            message=messages.last.get(vertex.invocation_id),
+        )
+    yield from paths.segments
+    extends = [(parent, child, EdgeKind.EXTENDS) for parent, child in paths.extends]
+    waited = [(parent, vertex.invocation_id, kind) for vertex in vertices for parent, kind in vertex.parents]
+    for parent, child, kind in [*waited, *extends]:
+        yield EdgeRecord(
+            episode_id=outcome.episode_id,
+            run=of.run,
+            step=of.step,
+            parent=parent,
+            child=child,
+            kind=kind.value,
+        )
     yield EpisodeRecord(
         episode_id=outcome.episode_id,
-        group_id=group_id,
-        run=run,
-        step=step,
-        task_id=task_id,
-        purpose=purpose,
-        member=member,
-        attempt=attempt,
+        group_id=of.group_id,
+        run=of.run,
+        step=of.step,
+        task_id=of.task_id,
+        purpose=of.purpose,
+        member=of.member,
+        attempt=of.attempt,
         state=state.value,
         reward=outcome.reward,
         reward_status=_status(state).value,
-        reward_hash=reward_hash,
+        reward_hash=of.reward_hash,
         metrics=json.dumps(outcome.metrics, sort_keys=True),
         failure=outcome.failure,
         failure_boundary=outcome.boundary,
-        started_s=started_s,
-        finished_s=finished_s,
+        started_s=of.started_s,
+        finished_s=of.finished_s,
     )
-    scores = {call.invocation_id: call for call in outcome.calls}
-    prompts: set[str] = set()
-    for vertex in vertices:
-        yield _invocation(
-            run, step, vertex, state, scores.get(vertex.invocation_id), task_id, group_id, member, attempt
-        )
-        for parent, kind in vertex.parents:
-            yield EdgeRecord(
-                episode_id=vertex.episode_id,
-                run=run,
-                step=step,
-                parent=parent,
-                child=vertex.invocation_id,
-                kind=str(kind),
-            )
-        yield from _segments(run, step, vertex, prompts)
 
 
 def _status(state: EpisodeState) -> RewardStatus:
@@ -90,47 +99,44 @@ def _status(state: EpisodeState) -> RewardStatus:
 
 
 def _invocation(
-    run: str,
-    step: int,
+    of: Attempt,
     vertex: Vertex,
     state: EpisodeState,
     score: CallScore | None,
-    task_id: str,
-    group_id: str,
-    member: int,
-    attempt: int,
+    *,
+    prompt_segment: str | None,
+    message: str | None,
 ) -> InvocationRecord:
     versions = [span[0] for span in vertex.version_spans]
-    done = vertex.state is InvocationState.DONE
     reward = score.reward if score else None
-    status = (
-        _status(state) if reward is not None or state is not EpisodeState.SCORED else RewardStatus.UNSCORABLE
-    )
+    has_status = reward is not None or state is not EpisodeState.SCORED
     return InvocationRecord(
         invocation_id=vertex.invocation_id,
         episode_id=vertex.episode_id,
-        run=run,
-        step=step,
-        task_id=task_id,
-        group_id=group_id,
-        member=member,
-        attempt=attempt,
+        run=of.run,
+        step=of.step,
+        task_id=of.task_id,
+        group_id=of.group_id,
+        member=of.member,
+        attempt=of.attempt,
         agent=vertex.agent,
         policy=vertex.policy,
         index=vertex.index,
-        num_reentries=vertex.attempt,
+        num_reentries=vertex.num_reentries,
         state=vertex.state.value,
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
         cell=vertex.cell,
-        engine=vertex.cell,
+        engine=vertex.engine,
         registered_s=vertex.registered_s,
         ready_s=vertex.ready_s,
         started_s=vertex.started_s,
         finished_s=vertex.finished_s,
-        prompt_segment=prompt_segment_id(vertex) if vertex.prompt_ids is not None else None,
-        completion_segment=completion_segment_id(vertex) if done else None,
-        message=None,
+        prompt_segment=prompt_segment,
+        completion_segment=completion_segment_id(vertex.invocation_id)
+        if vertex.state is InvocationState.DONE
+        else None,
+        message=message,
         num_prompt_tokens=len(vertex.prompt_ids or ()),
         num_completion_tokens=len(vertex.token_ids),
         finish_reason=vertex.finish_reason,
@@ -139,41 +145,6 @@ def _invocation(
         max_tokens=vertex.max_tokens,
         text=score.text if score else "",
         reward=reward,
-        reward_status=status.value,
+        reward_status=(_status(state) if has_status else RewardStatus.UNSCORABLE).value,
         failure=vertex.failure,
     )
-
-
-def _segments(run: str, step: int, vertex: Vertex, prompts: set[str]) -> Iterator[SegmentRecord]:
-    if vertex.prompt_ids is None:
-        return
-    prompt_id = prompt_segment_id(vertex)
-    if prompt_id not in prompts:
-        prompts.add(prompt_id)
-        yield SegmentRecord(
-            segment_id=prompt_id,
-            episode_id=vertex.episode_id,
-            run=run,
-            step=step,
-            policy=vertex.policy,
-            parent=None,
-            start=0,
-            sampled=False,
-            token_ids=list(vertex.prompt_ids),
-            logprobs=None,
-            version_spans=None,
-        )
-    if vertex.state is InvocationState.DONE:
-        yield SegmentRecord(
-            segment_id=completion_segment_id(vertex),
-            episode_id=vertex.episode_id,
-            run=run,
-            step=step,
-            policy=vertex.policy,
-            parent=prompt_id,
-            start=len(vertex.prompt_ids),
-            sampled=True,
-            token_ids=list(vertex.token_ids),
-            logprobs=list(vertex.logprobs),
-            version_spans=[list(span) for span in vertex.version_spans],
-        )

@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.episodes import EpisodeDesk
 from megloom.compute.conductor.events import Clock, EventLog
+from megloom.compute.conductor.fields import FieldDesk
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.ledger import Ledger
 from megloom.compute.conductor.publisher import Publisher
 from megloom.compute.conductor.reports import StepReport
-from megloom.compute.conductor.samples import Advantages, Aggregation
+from megloom.compute.conductor.samples import Aggregation
+from megloom.compute.graph.training_view import TrainingView
 from megloom.compute.rollout.protocol import WorkloadPlan
 from megloom.compute.store.step_store import StepStore
 from megloom.compute.workload import Training
@@ -22,14 +25,15 @@ from megloom.compute.workload import Training
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPaths:
-    """Where a run's files lie, all under the service's home."""
+    """Where a run's files lie: under the service's home, sealed steps elsewhere if `store` names a place."""
 
     home: Path
     run: str
+    store: str | None = None
 
     @property
     def store_root(self) -> str:
-        return str(self.home / "store")
+        return self.store or str(self.home / "store")
 
     @property
     def journal(self) -> Path:
@@ -60,9 +64,10 @@ class Run:
     training: Training
     train_ids: Sequence[str]
     eval_ids: Sequence[str]
-    advantages: Mapping[str, Advantages]
+    algorithms: Mapping[str, Grpo]
     aggregations: Mapping[str, Aggregation]
     lanes: Mapping[str, GradientLane]
+    view: TrainingView
     desk: EpisodeDesk
     dispatcher: Dispatcher
     store: StepStore
@@ -73,6 +78,7 @@ class Run:
     code_hash: str
     epoch: int
     discard_state: Callable[[str], None]
+    fields: FieldDesk = field(init=False)  # asks the run for its open step
     is_ending: bool = False  # the step in work is the last one
     publisher: Publisher = field(init=False)  # needs the supervisor, which needs the run
     on_commit: Callable[[StepReport], None] = field(default=lambda report: None)

@@ -6,17 +6,18 @@ Samples whose advantage is exactly 0 carry no gradient; they are recorded as dro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megloom.compute.conductor.episodes import EndedEpisode
-from megloom.compute.conductor.recording import completion_segment_id
 from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.records import SampleKind, SampleRecord
 from megloom.compute.graph.states import InvocationState, SampleState
-from megloom.compute.rollout.protocol import DemonstrationRow, WorkloadPlan
+from megloom.compute.graph.token_paths import completion_segment_id
+from megloom.compute.graph.training_view import Candidate
+from megloom.compute.rollout.protocol import DemonstrationRow
 from megloom.compute.trainers.protocol import TrainingRow
 
 Advantages = Callable[[Sequence[float]], list[float]]
@@ -30,45 +31,52 @@ class Sample:
     row: TrainingRow | None
 
 
-def group_samples(
+def candidates(member: EndedEpisode) -> list[Candidate]:
+    """The calls of a scored member that ended with an answer; a failed member has none."""
+    if not member.is_scored:
+        return []
+    rewards = {call.invocation_id: call.reward for call in member.outcome.calls}
+    return [
+        Candidate(vertex=vertex, member=member.episode.member, reward=rewards.get(vertex.invocation_id))
+        for vertex in member.vertices
+        if vertex.state is InvocationState.DONE
+    ]
+
+
+def policy_samples(
     *,
     run: str,
     step: int,
-    plan: WorkloadPlan,
-    members: Sequence[EndedEpisode],
-    advantages: Mapping[str, Advantages],
-) -> dict[str, list[Sample]]:
-    """The samples of one complete group, by policy. `advantages` is the estimator of each trained policy."""
-    samples: dict[str, list[Sample]] = {}
-    for agent, agent_plan in plan.agents.items():
-        estimate = advantages.get(agent_plan.policy)
-        if estimate is None:
-            continue  # a frozen policy: stored, never trained
-        outcomes = [
-            (member, vertex, reward)
-            for member in members
-            if member.is_scored
-            for vertex, reward in _scored_calls(member, agent)
-        ]
-        values = estimate([reward for _, _, reward in outcomes])
-        for (member, vertex, reward), advantage in zip(outcomes, values, strict=True):
-            sample = _sample(run, step, member, vertex, reward, advantage)
-            samples.setdefault(agent_plan.policy, []).append(sample)
-    return samples
+    group_id: str,
+    task_id: str,
+    calls: Sequence[Candidate],
+    estimate: Advantages,
+    reward_field: str | None = None,
+) -> list[Sample]:
+    """The samples of one policy in one complete group, an own baseline for each agent.
 
-
-def _scored_calls(member: EndedEpisode, agent: str) -> list[tuple[Vertex, float]]:
-    rewards = {call.invocation_id: call.reward for call in member.outcome.calls}
-    scored = []
-    for vertex in member.vertices:
-        reward = rewards.get(vertex.invocation_id)
-        if vertex.agent == agent and vertex.state is InvocationState.DONE and reward is not None:
-            scored.append((vertex, reward))
-    return scored
+    `reward_field` names the user-defined field that stands for the reward. Calls without a reward leave
+    before any statistic.
+    """
+    by_agent: dict[str, list[tuple[Vertex, float]]] = {}
+    for call in calls:
+        reward = call.reward
+        if reward_field is not None:
+            field = call.vertex.fields.get(reward_field)
+            reward = field.value if field is not None else None
+        if reward is not None:
+            by_agent.setdefault(call.vertex.agent, []).append((call.vertex, float(reward)))
+    return [
+        _sample(run, step, group_id, task_id, vertex, reward, advantage)
+        for scored in by_agent.values()
+        for (vertex, reward), advantage in zip(
+            scored, estimate([reward for _, reward in scored]), strict=True
+        )
+    ]
 
 
 def _sample(
-    run: str, step: int, member: EndedEpisode, vertex: Vertex, reward: float, advantage: float
+    run: str, step: int, group_id: str, task_id: str, vertex: Vertex, reward: float, advantage: float
 ) -> Sample:
     assert vertex.prompt_ids is not None
     num_prompt, num_sampled = len(vertex.prompt_ids), len(vertex.token_ids)
@@ -79,11 +87,11 @@ def _sample(
         kind=SampleKind.ROLLOUT.value,
         policy=vertex.policy,
         agent=vertex.agent,
-        group_id=member.episode.group_id,
-        episode_id=member.episode.episode_id,
+        group_id=group_id,
+        episode_id=vertex.episode_id,
         invocation_id=vertex.invocation_id,
-        task_id=member.episode.task_id,
-        leaf_segment=completion_segment_id(vertex),
+        task_id=task_id,
+        leaf_segment=completion_segment_id(vertex.invocation_id),
         num_tokens=num_prompt + num_sampled,
         num_trainable=num_sampled,
         reward=reward,

@@ -16,6 +16,7 @@ from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.events import EventLog
 from megloom.compute.conductor.reports import ENDED, SessionStatus, StepReport
 from megloom.compute.conductor.run import Run, RunPaths
+from megloom.compute.conductor.snapshot import Snapshot
 from megloom.compute.conductor.step_loop import run_steps
 from megloom.compute.store.step_store import StepStore
 
@@ -144,7 +145,7 @@ class Session:
 
     async def _restore_reports(self) -> None:
         for snapshot in await self._store.snapshots(self.config.run):
-            self.reports.append(StepReport.from_json(dict(snapshot["report"])))
+            self.reports.append(Snapshot.from_json(snapshot).report)
 
     def _clock(self) -> float:
         """Seconds since the session's start, on its event loop's clock."""

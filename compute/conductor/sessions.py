@@ -99,7 +99,7 @@ class SessionTable:
 
     async def _live(self, config: SessionConfig, ready: asyncio.Future[Session]) -> None:
         """One session's whole life, with its journal and its thread."""
-        paths = RunPaths(home=self._home, run=config.run)
+        paths = RunPaths(home=self._home, run=config.run, store=config.storage.root)
         paths.journal.parent.mkdir(parents=True, exist_ok=True)
         paths.config.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         async with AsyncExitStack() as stack:

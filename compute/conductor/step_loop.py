@@ -16,11 +16,11 @@ from megloom.compute.conductor.evaluation import evaluate, reward_rate
 from megloom.compute.conductor.gradients import LaneStep
 from megloom.compute.conductor.reports import CheckReport, EvaluationReport
 from megloom.compute.conductor.run import Run
-from megloom.compute.conductor.samples import group_samples
+from megloom.compute.conductor.samples import candidates, policy_samples
 from megloom.compute.conductor.step_report import StepOutcome
 from megloom.compute.conductor.warm_start import imitate
 from megloom.compute.graph.records import GroupRecord
-from megloom.compute.graph.states import GroupState
+from megloom.compute.graph.states import GroupState, checked_move
 from megloom.compute.scheduling.cursor import take
 from megloom.compute.trainers.protocol import Published
 
@@ -110,9 +110,10 @@ async def rollout_and_gradients(
 
 
 async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[EndedEpisode]:
-    """Runs a task's episodes; when all have ended their samples go to the lanes."""
+    """Runs a task's episodes; when all have ended they enter the training view, and from there the lanes."""
     step = run.ledger.next_step
     group_id = f"g{step:06d}-{number:04d}"
+    run.view.open_group(group_id, num_members=run.training.group_size)
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(
@@ -133,14 +134,15 @@ async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[End
             for member in range(run.training.group_size)
         ]
     members = [task.result() for task in running]
-    samples = group_samples(
-        run=run.name, step=step, plan=run.plan, members=members, advantages=run.advantages
-    )
-    for policy, lane in run.lanes.items():
-        if samples.get(policy):
-            lane.add_group(run.aggregations[policy].weigh(samples[policy]))
+    for ended in members:
+        run.view.member_ended(group_id, ended.episode.member, 0, candidates(ended))
+    async with asyncio.TaskGroup() as tasks:
+        for policy in run.lanes:
+            tasks.create_task(train_group(run, policy, group_id, task_id), name=f"train:{group_id}:{policy}")
     num_scored = sum(member.is_scored for member in members)
-    state = GroupState.COMPLETE if num_scored else GroupState.DISCARDED
+    state = checked_move(
+        group_id, GroupState.OPEN, GroupState.COMPLETE if num_scored else GroupState.DISCARDED
+    )
     run.store.record(
         GroupRecord(
             group_id=group_id,
@@ -155,6 +157,22 @@ async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[End
     )
     run.events.add("group_complete", group=group_id, scored=num_scored)
     return members
+
+
+async def train_group(run: Run, policy: str, group_id: str, task_id: str) -> None:
+    """Sends a complete group to its policy's lane as soon as all fields that the loss needs are there."""
+    algorithm = run.algorithms[policy]
+    samples = policy_samples(
+        run=run.name,
+        step=run.ledger.next_step,
+        group_id=group_id,
+        task_id=task_id,
+        calls=await run.fields.take(policy, group_id),
+        estimate=algorithm.advantages,
+        reward_field=algorithm.reward_field,
+    )
+    if samples:
+        run.lanes[policy].add_group(run.aggregations[policy].weigh(samples))
 
 
 async def update(run: Run, work: Mapping[str, LaneStep]) -> dict[str, Published]:

@@ -1,16 +1,19 @@
-"""The execution graph in memory: open calls of live episodes, and which of them may run.
+"""The execution graph in memory: open calls of live episodes, and which of them may run (the rollout view).
 
 Only the conductor's loop writes. Every operation costs O(calls that it changes), never a scan. Finished
-episodes are taken out whole (`take`), so that memory follows the episodes in flight.
+episodes are taken out whole (`take`), so that memory follows the episodes in flight; their calls go on to
+`training_view.py`. Source: FlexMARL, the two views of the multi-agent execution graph.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megloom.compute.graph.records import EdgeKind
-from megloom.compute.graph.states import InvocationState, checked_move
+from megloom.compute.graph.states import IllegalMove, InvocationState, checked_move
 
 FINAL = frozenset({InvocationState.DONE, InvocationState.FAILED, InvocationState.CANCELLED})
 
@@ -43,19 +46,27 @@ class Vertex:
     finish_reason: str | None = None
     failure: str | None = None
     cell: str | None = None
-    attempt: int = 0
+    engine: str | None = None
+    num_reentries: int = 0
+    messages: tuple[str, ...] = ()  # of the prompt, each as canonical JSON
+    fields: dict[str, Any] = field(default_factory=dict)  # user-defined values that came while it lived
     ready_s: float | None = None
     started_s: float | None = None
     finished_s: float | None = None
 
 
 class ExecutionGraph:
-    """The vertices of every live episode. `blocked`, `ready` … are counts per (policy, state)."""
+    """The vertices of every live episode, and per policy the ready ones in the order of becoming ready.
+
+    That order is a topological one: a call becomes ready after all its parents have ended.
+    """
 
     def __init__(self) -> None:
         self._vertices: dict[str, Vertex] = {}
         self._by_episode: dict[str, list[str]] = {}
         self._counts: dict[tuple[str, InvocationState], int] = {}
+        # Ordered dictionaries: a plain one takes longer and longer to find its first key behind removed ones.
+        self._ready: dict[str, OrderedDict[str, None]] = {}
 
     def __getitem__(self, invocation_id: str) -> Vertex:
         return self._vertices[invocation_id]
@@ -71,6 +82,15 @@ class ExecutionGraph:
 
     def count(self, policy: str, state: InvocationState) -> int:
         return self._counts.get((policy, state), 0)
+
+    def first_ready(self, policy: str) -> Vertex | None:
+        """The call of the policy that has been ready for longest."""
+        ready = self._ready.get(policy)
+        return self._vertices[next(iter(ready))] if ready else None
+
+    def ready(self, policy: str) -> list[str]:
+        """The ready calls of the policy, the oldest first."""
+        return list(self._ready.get(policy, ()))
 
     def of_episode(self, episode_id: str) -> list[Vertex]:
         """The episode's calls in the order of their registration, which is a topological order."""
@@ -108,14 +128,17 @@ class ExecutionGraph:
         vertex.prompt_ids = tuple(prompt_ids)
         return self._make_ready_if_complete(vertex, now)
 
-    def start(self, invocation_id: str, *, cell: str, now: float) -> None:
+    def start(self, invocation_id: str, *, cell: str, engine: str | None = None, now: float) -> None:
+        """A ready call runs on a cell; `engine` names the process there, by default like the cell."""
         vertex = self._move(invocation_id, InvocationState.RUNNING)
-        vertex.cell, vertex.started_s = cell, now
+        vertex.cell, vertex.engine, vertex.started_s = cell, engine or cell, now
 
     def reenter(self, invocation_id: str, *, now: float) -> None:
         """A running call goes back to ready: its engine was lost or it ran past its deadline."""
+        if self._vertices[invocation_id].state is InvocationState.BLOCKED:
+            raise IllegalMove(f"{invocation_id}: blocked → ready takes a prompt, it cannot re-enter")
         vertex = self._move(invocation_id, InvocationState.READY)
-        vertex.attempt += 1
+        vertex.num_reentries += 1
         vertex.ready_s = now
 
     def finish(self, invocation_id: str, *, now: float) -> list[str]:
@@ -162,7 +185,7 @@ class ExecutionGraph:
         vertices = self.of_episode(episode_id)
         for vertex in vertices:
             del self._vertices[vertex.invocation_id]
-            self._count(vertex, -1)
+            self._leave(vertex)
         self._by_episode.pop(episode_id, None)
         return vertices
 
@@ -176,10 +199,17 @@ class ExecutionGraph:
     def _move(self, invocation_id: str, state: InvocationState) -> Vertex:
         vertex = self._vertices[invocation_id]
         checked = checked_move(invocation_id, vertex.state, state)
-        self._count(vertex, -1)
+        self._leave(vertex)
         vertex.state = checked
         self._count(vertex, +1)
+        if checked is InvocationState.READY:
+            self._ready.setdefault(vertex.policy, OrderedDict())[invocation_id] = None
         return vertex
+
+    def _leave(self, vertex: Vertex) -> None:
+        self._count(vertex, -1)
+        if vertex.state is InvocationState.READY:
+            del self._ready[vertex.policy][vertex.invocation_id]
 
     def _count(self, vertex: Vertex, change: int) -> None:
         key = (vertex.policy, vertex.state)

@@ -19,7 +19,16 @@ def stable_id(*parts: str | int) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
+def canonical_json(value: Any) -> str:
+    """ASCII JSON with sorted keys and no spaces: equal content, equal text. Lone surrogates stay, escaped."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
 def content_hash(value: Any) -> str:
     """16 hex digits of the canonical JSON of `value`: equal content, equal hash."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text_hash(canonical_json(value))
+
+
+def text_hash(text: str) -> str:
+    """16 hex digits of a text without lone surrogates, such as canonical JSON."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

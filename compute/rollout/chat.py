@@ -14,6 +14,8 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from megloom.compute.graph.records import clean_text
+from megloom.compute.graph.seeds import canonical_json
 from megloom.compute.workload import Prompt
 
 
@@ -41,24 +43,22 @@ class Chat:
 
         Raises: ChatError if a message lacks a role or content, or the template refuses it.
         """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        for position, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise ChatError(
-                    f"message {position}: expected a mapping with role and content, got {message!r}"
-                )
+        messages = chat_messages(prompt)
         names = {name: text for name, text in self._names.items() if text is not None}
         text = self._template.render(messages=messages, add_generation_prompt=True, **names)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text)
 
     def encode_answer(self, answer: str) -> tuple[int, ...]:
         """The ids of an answer to imitate, its stop token included."""
-        ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
-        return (*ids, self.stop_ids[0])
+        return (*self._encode(answer), self.stop_ids[0])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, special tokens left out. A view: ids stay the truth."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # Datasets may hold lone surrogates; tokenizers take valid Unicode only.
+        return tuple(self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids)
 
     def _find_stops(self, directory: Path) -> tuple[int, ...]:
         stops: list[int] = []
@@ -73,6 +73,34 @@ class Chat:
         if not stops:
             raise ChatError(f"{directory}: no eos_token in tokenizer_config.json, so no answer could end")
         return tuple(dict.fromkeys(stops))
+
+
+def chat_messages(prompt: Prompt) -> list[Mapping[str, Any]]:
+    """A prompt as chat messages: a text is one user message.
+
+    Raises: ChatError naming the message that lacks a role or content.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages: list[Mapping[str, Any]] = list(prompt)
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ChatError(f"message {position}: expected a mapping with role and content, got {message!r}")
+    return messages
+
+
+def recorded_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Each message as canonical JSON, every field included.
+
+    Raises: ChatError naming the message that is no JSON.
+    """
+    recorded = []
+    for position, message in enumerate(messages):
+        try:
+            recorded.append(canonical_json(dict(message)))
+        except (TypeError, ValueError) as error:
+            raise ChatError(f"message {position}: cannot be recorded as JSON ({error})") from None
+    return tuple(recorded)
 
 
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str:

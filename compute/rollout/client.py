@@ -19,6 +19,7 @@ from megloom.compute.rollout.protocol import (
     EpisodeEvents,
     EpisodeOrder,
     EpisodeOutcome,
+    FieldReady,
     WorkerLost,
     WorkloadError,
     WorkloadPlan,
@@ -37,7 +38,12 @@ class WorkerClient:
         return WorkloadPlan(agents=agents, **data)
 
     async def tasks(self, split: str) -> list[TaskRecord]:
-        return [TaskRecord(**row) for row in await self._call("tasks", split)]
+        records: list[TaskRecord] = []
+        while True:
+            page = await self._call("tasks", {"split": split, "start": len(records)})
+            records += [TaskRecord(**row) for row in page["rows"]]
+            if len(records) >= page["total"]:
+                return records
 
     async def load_tokenizers(self, directories: dict[str, str]) -> dict[str, list[int]]:
         answer: dict[str, list[int]] = await self._call("load_tokenizers", directories)
@@ -93,9 +99,8 @@ async def connect_worker(
         timeout_s=timeout_s,
         notices={
             "call_opened": lambda payload: events.call_opened(_opened(payload)),
-            "call_prompt": lambda payload: events.call_prompt(
-                CallPrompt(invocation_id=payload["invocation_id"], prompt_ids=tuple(payload["prompt_ids"]))
-            ),
+            "call_prompt": lambda payload: events.call_prompt(_prompt(payload)),
+            "field_ready": lambda payload: events.field_ready(FieldReady(**payload)),
         },
     )
     return WorkerClient(name, channel, reading)
@@ -110,4 +115,13 @@ def _opened(payload: dict[str, Any]) -> CallOpened:
         index=payload["index"],
         parents=tuple((parent, kind) for parent, kind in payload["parents"]),
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
+        messages=tuple(payload["messages"]),
+    )
+
+
+def _prompt(payload: dict[str, Any]) -> CallPrompt:
+    return CallPrompt(
+        invocation_id=payload["invocation_id"],
+        prompt_ids=tuple(payload["prompt_ids"]),
+        messages=tuple(payload["messages"]),
     )

@@ -1,34 +1,44 @@
-"""Datasets: rows with `prompt`, a ground truth, `data_source`, `extra_info`; parquet, read by row group.
+"""Datasets: rows with `prompt`, a ground truth, `data_source`, `extra_info`, and whatever else they hold.
 
-A task's id is the hash of its whole row; a repeated row gets an occurrence number. Fields that we do not
-know survive: the row is kept as JSON text.
+A row is kept whole, as canonical JSON; its task's id is the hash of that text, and a repeated row gets an
+occurrence number. Sources are jsonl (UTF-8), parquet (read by row group; columns of JSON text are parsed),
+or a function, whose rows are built once into a parquet cache. Every error names the file, the place and the
+field.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megloom.compute.graph.records import TaskRecord
-from megloom.compute.graph.seeds import content_hash
+from megloom.compute.graph.records import TaskRecord, clean_text
+from megloom.compute.graph.seeds import canonical_json, text_hash
 from megloom.compute.rollout.protocol import WorkloadError
 from megloom.compute.workload import Rows
 
-SCHEMA = pa.schema(
+# The cache of a function's rows: `row` is the truth, the other columns are for readers of the convention.
+CACHE = pa.schema(
     [
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("reward_model", pa.struct([pa.field("ground_truth", pa.string())]), nullable=False),
         pa.field("data_source", pa.string(), nullable=False),
         pa.field("extra_info", pa.string(), nullable=False),
+        pa.field("row", pa.string(), nullable=False),
     ],
-    metadata={"schema_version": "1", "extra_info": "json"},
+    metadata={"schema_version": "2", "record": "megloom task row"},
 )
+ROWS_PER_GROUP = 1024  # of the cache: a gigabyte where every prompt is a megabyte
+# Parquet has one type a column, so the convention keeps what differs from row to row as JSON text in these.
+# Columns of Parquet's own JSON type are parsed too.
+JSON_TEXT_COLUMNS = frozenset({"reward_model", "extra_info", "tools"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +57,15 @@ def load_tasks(source: str | Rows, *, split: str, cache: Path) -> list[tuple[Tas
     Raises: WorkloadError naming the source, the row and the field, or an empty dataset.
     """
     if not isinstance(source, str):
-        if not cache.exists():
+        if not _is_cache(cache):
             write_rows(source(), cache)
         source = str(cache)
-    records: list[tuple[TaskRecord, DatasetTask]] = []
+    pairs: list[tuple[TaskRecord, DatasetTask]] = []
     seen: dict[str, int] = {}
-    for position, row in enumerate(_read_rows(source)):
-        prompt, truth = _prompt(row, source, position), _ground_truth(row, source, position)
-        task_id = content_hash(row)
+    for position, (place, row) in enumerate(_read_rows(source)):
+        prompt, truth = _prompt(row, place), _ground_truth(row, place)
+        text = _row_json(row, place)
+        task_id = text_hash(text)
         seen[task_id] = seen.get(task_id, 0) + 1
         if seen[task_id] > 1:
             task_id = f"{task_id}.{seen[task_id]}"
@@ -62,86 +73,163 @@ def load_tasks(source: str | Rows, *, split: str, cache: Path) -> list[tuple[Tas
             task_id=task_id,
             split=split,
             position=position,
-            prompt=prompt,
-            ground_truth=truth,
-            data_source=str(row.get("data_source", "")),
-            row=json.dumps(row, ensure_ascii=True),
+            prompt=clean_text(prompt),  # the wire and Arrow take valid Unicode only; `row` has it all
+            ground_truth=clean_text(truth),
+            data_source=_data_source(row),
+            row=text,
         )
-        records.append((record, DatasetTask(task_id=task_id, prompt=prompt, ground_truth=truth, row=row)))
-    if not records:
+        pairs.append((record, DatasetTask(task_id=task_id, prompt=prompt, ground_truth=truth, row=row)))
+    if not pairs:
         raise WorkloadError(f"dataset {source}: no rows (expected at least one, split {split})")
-    return records
+    return pairs
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes rows in the field's convention, atomically; nested `extra_info` becomes JSON text."""
-    columns: dict[str, list[Any]] = {field.name: [] for field in SCHEMA}
-    for position, row in enumerate(rows):
-        columns["prompt"].append(_prompt(row, str(path), position))
-        columns["reward_model"].append({"ground_truth": _ground_truth(row, str(path), position)})
-        columns["data_source"].append(str(row.get("data_source", "")))
-        columns["extra_info"].append(json.dumps(row.get("extra_info", {}), sort_keys=True))
+    """Writes a function's rows whole, as the cache that `load_tasks` reads. All or nothing.
+
+    Raises: WorkloadError naming the row and the field that is missing or is no JSON.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    pq.write_table(pa.table(columns, schema=SCHEMA), draft)
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # two workers may build the same rows at once
+    try:
+        with pq.ParquetWriter(draft, CACHE, compression="zstd") as writer:
+            cells = (_cells(row, f"dataset {path} row {position}") for position, row in enumerate(rows))
+            while group := list(islice(cells, ROWS_PER_GROUP)):
+                writer.write_table(pa.Table.from_pylist(group, schema=CACHE))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def _read_rows(source: str) -> Iterator[Mapping[str, Any]]:
+def _cells(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise WorkloadError(f"{place}: expected a mapping, got {type(row).__name__}")
+    prompt, truth, text = _prompt(row, place), _ground_truth(row, place), _row_json(row, place)
+    return {
+        "prompt": clean_text(prompt),
+        "reward_model": {"ground_truth": clean_text(truth)},
+        "data_source": _data_source(row),
+        "extra_info": canonical_json(row.get("extra_info", {})),
+        "row": text,
+    }
+
+
+def _is_cache(path: Path) -> bool:
+    """Whether `path` is there and holds whole rows: caches of older versions are built anew."""
+    return path.exists() and _keeps_rows(pq.read_schema(path))
+
+
+def _keeps_rows(schema: pa.Schema) -> bool:
+    return (schema.metadata or {}).items() >= CACHE.metadata.items()
+
+
+def _read_rows(source: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows, each with its place in words."""
     path = Path(source)
     if not path.exists():
         raise WorkloadError(f"dataset {source}: no such file")
     if path.suffix == ".jsonl":
-        with path.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(line, source, number)
-        return
-    if path.suffix != ".parquet":
-        raise WorkloadError(
-            f"dataset {source}: expected .parquet or .jsonl, got {path.suffix or 'no suffix'}"
-        )
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            for row in file.read_row_group(group).to_pylist():
-                if isinstance(row.get("extra_info"), str):
-                    row["extra_info"] = _maybe_json(row["extra_info"])
-                yield row
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise WorkloadError(f"dataset {source}: expected .parquet or .jsonl, got {path.suffix or 'no suffix'}")
 
 
-def _parse_line(line: str, source: str, number: int) -> Mapping[str, Any]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    position = 0
+    with path.open("rb") as lines:  # bytes: a locale has no say in what a line means
+        for number, line in enumerate(lines, start=1):
+            place = f"dataset {path} line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise WorkloadError(
+                    f"{place}: not UTF-8 ({error.reason} at byte {error.start} of the line)"
+                ) from None
+            if text.strip():
+                yield f"{place}, row {position}", _parse_line(text, place)
+                position += 1
+
+
+def _parse_line(text: str, place: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise WorkloadError(f"dataset {source} line {number}: not JSON ({error})") from None
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+        raise WorkloadError(f"{place}: not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise WorkloadError(f"dataset {source} line {number}: expected an object, got {type(row).__name__}")
+        raise WorkloadError(f"{place}: expected an object, got {type(row).__name__}")
     return row
 
 
-def _maybe_json(text: str) -> Any:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise WorkloadError(f"dataset {path}: not a parquet file ({error})") from None
+    with file:
+        schema = file.schema_arrow
+        json_typed = {f.name for f in schema if isinstance(f.type, pa.JsonType)}
+        columns = ["row"] if _keeps_rows(schema) else schema.names
+        position = 0
+        for group in range(file.num_row_groups):
+            for row in file.read_row_group(group, columns=columns).to_pylist():
+                place = f"dataset {path} row {position}"
+                yield (
+                    place,
+                    _parse_line(row["row"], place)
+                    if columns == ["row"]
+                    else _parse_cells(row, json_typed, place),
+                )
+                position += 1
 
 
-def _prompt(row: Mapping[str, Any], source: str, position: int) -> str:
+def _parse_cells(row: dict[str, Any], json_typed: set[str], place: str) -> Mapping[str, Any]:
+    """The row with its JSON text parsed. In a column that is JSON only by its name, other text stays text."""
+    for name in (JSON_TEXT_COLUMNS | json_typed) & row.keys():
+        if isinstance(row[name], str):
+            try:
+                row[name] = json.loads(row[name])
+            except (ValueError, RecursionError) as error:
+                if name in json_typed:
+                    raise WorkloadError(f"{place} field {name!r}: not JSON ({error})") from None
+    return row
+
+
+def _row_json(row: Mapping[str, Any], place: str) -> str:
+    try:
+        return canonical_json(dict(row))
+    except (TypeError, ValueError, RecursionError):
+        for name, value in row.items():
+            try:
+                canonical_json({name: value})
+            except (TypeError, ValueError, RecursionError) as error:
+                raise WorkloadError(f"{place} field {name!r}: cannot be kept as JSON ({error})") from None
+        raise WorkloadError(f"{place}: expected text as field names, got {list(row)}") from None
+
+
+def _prompt(row: Mapping[str, Any], place: str) -> str:
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
         prompt = prompt[-1].get("content")
     if not isinstance(prompt, str) or not prompt:
-        has = ", ".join(sorted(row))
-        raise WorkloadError(f"dataset {source} row {position}: missing or empty field 'prompt' (has: {has})")
+        raise WorkloadError(f"{place}: missing or empty field 'prompt' (has: {_fields(row)})")
     return prompt
 
 
-def _ground_truth(row: Mapping[str, Any], source: str, position: int) -> str:
+def _ground_truth(row: Mapping[str, Any], place: str) -> str:
     model = row.get("reward_model")
-    truth = model.get("ground_truth") if isinstance(model, Mapping) else row.get("answer")
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     if truth is None:
-        has = ", ".join(sorted(row))
-        raise WorkloadError(
-            f"dataset {source} row {position}: missing 'reward_model.ground_truth' or 'answer' (has: {has})"
-        )
+        truth = row.get("answer")
+    if truth is None:
+        raise WorkloadError(f"{place}: missing 'reward_model.ground_truth' or 'answer' (has: {_fields(row)})")
     return str(truth)
+
+
+def _data_source(row: Mapping[str, Any]) -> str:
+    name = row.get("data_source")
+    return "" if name is None else clean_text(str(name))
+
+
+def _fields(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(map(str, row)))

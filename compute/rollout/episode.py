@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from megloom.compute.graph.records import clean_text
 from megloom.compute.graph.states import EpisodeState
 from megloom.compute.rewards.scoring import RewardError, normalise
 from megloom.compute.rollout.protocol import CallScore, EpisodeOrder, EpisodeOutcome
@@ -31,8 +32,14 @@ class Finished:
         return [call for call in self.calls if call.agent == agent]
 
 
-async def run_episode(workload: Workload, task: Any, order: EpisodeOrder, book: CallBook) -> EpisodeOutcome:
-    """Returns the attempt's outcome; raises only CancelledError."""
+async def run_episode(
+    workload: Workload,
+    task: Any,
+    order: EpisodeOrder,
+    book: CallBook,
+    on_scored: Callable[[Finished], None] = lambda finished: None,
+) -> EpisodeOutcome:
+    """Returns the attempt's outcome; raises only CancelledError. `on_scored` hears of a scored episode."""
     try:
         result = await workload.workflow(task, TeamHandle(book))
         if isinstance(result, Call):
@@ -43,22 +50,29 @@ async def run_episode(workload: Workload, task: Any, order: EpisodeOrder, book: 
         raise
     except Exception as error:  # the boundary of user code: recorded once, with its place
         return _failed(order, book, EpisodeState.FAILED, "workflow", _explain(error))
-    return _scored(workload, task, order, book, result)
+    return _scored(workload, task, order, book, result, on_scored)
 
 
 def _scored(
-    workload: Workload, task: Any, order: EpisodeOrder, book: CallBook, result: Any
+    workload: Workload,
+    task: Any,
+    order: EpisodeOrder,
+    book: CallBook,
+    result: Any,
+    on_scored: Callable[[Finished], None],
 ) -> EpisodeOutcome:
     answered = [call for call in book.calls if call.is_done and not call.failed]
     if not answered:
         return _failed(order, book, EpisodeState.UNSCORABLE, "workflow", "the workflow made no finished call")
+    finished = Finished(result, answered)
     try:
-        value = workload.reward(task, Finished(result, answered))
+        value = workload.reward(task, finished)
         score = normalise(value, calls={call.invocation_id: call.agent for call in answered})
     except RewardError as error:
         return _failed(order, book, EpisodeState.UNSCORABLE, "reward", str(error))
     except Exception as error:  # the boundary of user code: no verdict is not a zero
         return _failed(order, book, EpisodeState.UNSCORABLE, "reward", _explain(error))
+    on_scored(finished)
     return EpisodeOutcome(
         episode_id=order.episode_id,
         state=EpisodeState.SCORED.value,
@@ -78,7 +92,7 @@ def _failed(
         state=state.value,
         reward=None,
         calls=_calls(answered, None),
-        failure=failure,
+        failure=clean_text(failure),  # it may quote a dataset's lone surrogate, which the wire refuses
         boundary=boundary,
         warnings=tuple(book.warnings),
     )

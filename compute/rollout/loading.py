@@ -58,7 +58,7 @@ def plan_of(workload: Workload, *, modules: tuple[str, ...]) -> WorkloadPlan:
 def code_modules(workload: Workload, name: str) -> tuple[str, ...]:
     """The modules whose code the run depends on: the system's file and those of its functions."""
     names = {name.partition(":")[0]}
-    for function in (workload.workflow, workload.reward, workload.demonstrate):
+    for function in (workload.workflow, workload.reward, workload.demonstrate, *workload.fields.values()):
         module = inspect.getmodule(function) if function is not None else None
         if module is not None:
             names.add(module.__name__)

@@ -44,7 +44,10 @@ class EpisodeOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOpened:
-    """A registered call. `parents` are (invocation id, edge kind); it has prompt ids if none is pending."""
+    """A registered call. `parents` are (invocation id, edge kind); it has prompt ids if none is pending.
+
+    `messages` are the prompt's chat messages, each as canonical JSON; empty while there are no prompt ids.
+    """
 
     invocation_id: str
     episode_id: str
@@ -52,12 +55,16 @@ class CallOpened:
     index: int
     parents: tuple[tuple[str, str], ...]
     prompt_ids: tuple[int, ...] | None
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPrompt:
+    """The prompt of a call that had to wait; `messages` as in `CallOpened`."""
+
     invocation_id: str
     prompt_ids: tuple[int, ...]
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +75,21 @@ class CallAnswer:
     token_ids: tuple[int, ...]
     finish_reason: str
     failure: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldReady:
+    """A user-defined field of a call, maybe after its episode has ended: a number, or one for each token.
+
+    `value` is None and `failure` set where it will never come.
+    """
+
+    invocation_id: str
+    agent: str
+    name: str
+    value: float | list[float] | None
+    source: str
+    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +138,7 @@ class EpisodeEvents(Protocol):
 
     def call_opened(self, call: CallOpened) -> None: ...
     def call_prompt(self, prompt: CallPrompt) -> None: ...
+    def field_ready(self, field: FieldReady) -> None: ...
 
 
 class Worker(Protocol):

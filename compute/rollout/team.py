@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from megloom.compute.graph.records import EdgeKind
-from megloom.compute.rollout.chat import Chat
+from megloom.compute.rollout.chat import Chat, chat_messages, recorded_messages
 from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents
 from megloom.compute.workload import Agent, CallFailed
 
@@ -135,11 +135,13 @@ class CallBook:
 
     def _send_prompt(self, call: Call) -> None:
         try:
-            prompt_ids = self._render(call)
+            prompt_ids, messages = self._render(call)
         except Exception as error:  # the user's prompt function: whoever awaits the call gets the cause
             self._fail_with_descendants(call, f"its prompt raised {type(error).__name__}: {error}")
         else:
-            self._events.call_prompt(CallPrompt(invocation_id=call.invocation_id, prompt_ids=prompt_ids))
+            self._events.call_prompt(
+                CallPrompt(invocation_id=call.invocation_id, prompt_ids=prompt_ids, messages=messages)
+            )
 
     def _fail_with_descendants(self, call: Call, failure: str) -> None:
         """Fails a call and the calls that wait for it, which can never run."""
@@ -168,7 +170,7 @@ class CallBook:
                 self._calls[call.invocation_id] = call
                 call.fail(f"parent {name} failed")
                 return call
-        prompt_ids = None if call.pending else self._render(call)
+        prompt_ids, messages = (None, ()) if call.pending else self._render(call)
         for name in call.pending:
             self._waiting_for.setdefault(name, []).append(call)
         self._calls[call.invocation_id] = call
@@ -180,18 +182,21 @@ class CallBook:
                 index=index,
                 parents=tuple(parents.items()),
                 prompt_ids=prompt_ids,
+                messages=messages,
             )
         )
         return call
 
-    def _render(self, call: Call) -> tuple[int, ...]:
+    def _render(self, call: Call) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The ids of a call's prompt, and its messages as they are recorded."""
         agent = self._agents[call.agent]
         prompt = agent.prompt(*(_as_text(argument) for argument in call.arguments))
-        self._warn_of_lost_edges(call, prompt)
-        return self._chats[agent.policy].encode(prompt)
+        messages = chat_messages(prompt)
+        self._warn_of_lost_edges(call, messages)
+        return self._chats[agent.policy].encode(messages), recorded_messages(messages)
 
-    def _warn_of_lost_edges(self, call: Call, prompt: Any) -> None:
-        text = prompt if isinstance(prompt, str) else "\n".join(str(m.get("content", "")) for m in prompt)
+    def _warn_of_lost_edges(self, call: Call, messages: Sequence[Mapping[str, Any]]) -> None:
+        text = "\n".join(str(message["content"]) for message in messages)
         known = {parent.invocation_id for parent in _calls_in(call.arguments)} | {call.invocation_id}
         for other in self._calls.values():
             if other.invocation_id in known or not other.is_done or other.failed:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from megloom.compute.graph.states import EpisodeState
 from megloom.compute.rollout import loading
 from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.dataset import DatasetTask, load_tasks
-from megloom.compute.rollout.episode import run_episode
+from megloom.compute.rollout.episode import Finished, run_episode
+from megloom.compute.rollout.late_fields import LateFields
 from megloom.compute.rollout.protocol import (
     CallAnswer,
     CallOpened,
@@ -28,6 +30,7 @@ from megloom.compute.rollout.protocol import (
     EpisodeEvents,
     EpisodeOrder,
     EpisodeOutcome,
+    FieldReady,
     WorkloadError,
     WorkloadPlan,
 )
@@ -35,6 +38,7 @@ from megloom.compute.rollout.team import CallBook
 from megloom.compute.workload import Workload
 
 log = logging.getLogger(__name__)
+PAGE_CHARS = 16_000_000  # of task rows in one message: far below the channel's largest frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,7 @@ class WorkloadHost:
         self._live: dict[tuple[str, int], tuple[CallBook, asyncio.Task[EpisodeOutcome]]] = {}
         self._books: dict[str, CallBook] = {}
         self._cancelled: set[tuple[str, int]] = set()
+        self._late = LateFields(workload.fields, events.field_ready)
 
     async def describe(self) -> WorkloadPlan:
         modules = loading.code_modules(self.workload, self._name)
@@ -113,7 +118,9 @@ class WorkloadHost:
         self._live[order.episode_id, order.attempt] = (book, running)
         self._books[prefix] = book
         try:
-            return await run_episode(self.workload, task, order, book)
+            trains = order.split == "train"
+            late = partial(self._late.start, task) if trains else _no_fields
+            return await run_episode(self.workload, task, order, book, on_scored=late)
         except asyncio.CancelledError:
             if (order.episode_id, order.attempt) not in self._cancelled:
                 raise
@@ -145,8 +152,13 @@ class WorkloadHost:
             live[1].cancel()
 
     async def close(self) -> None:
+        self._late.close()
         for _, task in list(self._live.values()):
             task.cancel()
+
+
+def _no_fields(finished: Finished) -> None:
+    """Held-out episodes are not trained on: nobody waits for their fields."""
 
 
 class _ChannelEvents:
@@ -160,6 +172,9 @@ class _ChannelEvents:
 
     def call_prompt(self, prompt: CallPrompt) -> None:
         self._channel().notify("call_prompt", asdict(prompt))
+
+    def field_ready(self, field: FieldReady) -> None:
+        self._channel().notify("field_ready", asdict(field))
 
 
 def serve(values: dict[str, Any]) -> None:
@@ -197,11 +212,23 @@ async def _serve(args: WorkerArgs) -> None:
 
 
 def _call_handlers(host: Callable[[], WorkloadHost]) -> Mapping[str, CallHandler]:
+    loaded: dict[str, list[TaskRecord]] = {}
+
     async def describe(_: Any) -> Any:
         return asdict(await host().describe())
 
-    async def tasks(split: str) -> Any:
-        return [asdict(record) for record in await host().tasks(split)]
+    async def tasks(payload: dict[str, Any]) -> Any:
+        """One page of a split from row `start` on; the first page loads it."""
+        split, start = payload["split"], payload["start"]
+        if start == 0:
+            loaded[split] = await host().tasks(split)
+        rows, size = [], 0
+        for record in loaded[split][start:]:
+            rows.append(asdict(record))
+            size += len(record.row) + len(record.prompt)
+            if size > PAGE_CHARS:
+                break
+        return {"rows": rows, "total": len(loaded[split])}
 
     async def load_tokenizers(directories: dict[str, str]) -> Any:
         return await host().load_tokenizers(directories)

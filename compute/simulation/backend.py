@@ -16,7 +16,7 @@ from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.dataset import DatasetTask
-from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents
+from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents, FieldReady
 from megloom.compute.rollout.worker import WorkloadHost
 from megloom.compute.simulation.cells import Costs, ModelledEngine, ModelledTrainer
 from megloom.compute.trainers.protocol import TrainerPlan
@@ -25,9 +25,13 @@ from megloom.compute.workload import Prompt, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """`engine_deaths` kills cells at times; a call hangs with probability `hang_probability`, by its id."""
+    """`engine_deaths` kills cells at times; a call hangs with probability `hang_probability`, by its id.
+
+    `trainer_deaths` names the verb, counted over the trainer's first life, in which it is lost.
+    """
 
     engine_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    trainer_deaths: Mapping[str, int] = field(default_factory=dict)
     hang_probability: float = 0.0
     seed: int = 0
 
@@ -41,6 +45,9 @@ class ByteChat(Chat):
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         text = prompt if isinstance(prompt, str) else "".join(str(m["content"]) for m in prompt)
         return tuple(text.encode("ascii", "replace")) or (1,)
+
+    def encode_answer(self, answer: str) -> tuple[int, ...]:
+        return (*answer.encode("ascii", "replace"), 0)
 
     def decode(self, token_ids: object) -> str:
         return bytes(token_ids).decode("ascii")  # type: ignore[call-overload]
@@ -80,6 +87,9 @@ class DistantEvents:
 
     def call_prompt(self, prompt: CallPrompt) -> None:
         self._link.send(self._events.call_prompt, prompt)
+
+    def field_ready(self, field: FieldReady) -> None:
+        self._link.send(self._events.field_ready, field)
 
 
 class ModelledWorker(WorkloadHost):
@@ -143,7 +153,9 @@ class ModelledBackend:
         )
 
     async def start_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
-        return ModelledTrainer(plan, self._costs)
+        self._lives[name] = self._lives.get(name, 0) + 1
+        dies_at = self._faults.trainer_deaths.get(name) if self._lives[name] == 1 else None
+        return ModelledTrainer(plan, self._costs, dies_at=dies_at)
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> ModelledEngine:
         self._lives[name] = self._lives.get(name, 0) + 1

@@ -25,6 +25,7 @@ from megloom.compute.trainers.protocol import (
     GradientReport,
     MicroBatch,
     Published,
+    TrainerLost,
     TrainerPlan,
     UpdateReport,
 )
@@ -158,8 +159,9 @@ def _completion(
 class ModelledTrainer:
     """A `Trainer` whose weights are a number: the sum of what it was given, so that a lost update shows."""
 
-    def __init__(self, plan: TrainerPlan, costs: Costs) -> None:
+    def __init__(self, plan: TrainerPlan, costs: Costs, dies_at: int | None = None) -> None:
         self._plan, self._costs = plan, costs
+        self._verbs_left = dies_at
         self._taken: list[str] = []
         self._tokens = 0
 
@@ -170,6 +172,7 @@ class ModelledTrainer:
         self._taken, self._tokens = [], 0
 
     async def forward_backward(self, batch: MicroBatch) -> GradientReport:
+        self._live()
         num_tokens = sum(len(row.token_ids) for row in batch.rows)
         num_trainable = sum(int(row.loss_mask.sum()) for row in batch.rows)
         await asyncio.sleep(num_tokens * self._costs.gradient_token_s)
@@ -188,6 +191,7 @@ class ModelledTrainer:
         )
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
+        self._live()
         await asyncio.sleep(self._costs.update_s)
         taken, tokens = tuple(self._taken), self._tokens
         self._taken, self._tokens = [], 0
@@ -199,14 +203,24 @@ class ModelledTrainer:
         )
 
     async def publish(self, *, weights_dir: str, version: int) -> Published:
+        self._live()
         await asyncio.sleep(self._costs.publish_s)
         return self._published(weights_dir, version)
 
     async def save(self, *, state_path: str) -> None:
-        return None
+        self._live()
 
     async def close(self) -> None:
         return None
+
+    def _live(self) -> None:
+        """Raises: TrainerLost in the verb in which this life ends, and ever after."""
+        if self._verbs_left is None:
+            return
+        self._verbs_left -= 1
+        if self._verbs_left <= 0:
+            self._verbs_left = 1
+            raise TrainerLost(f"trainer of {self._plan.policy} was killed by the simulation")
 
     def _published(self, weights_dir: str, version: int) -> Published:
         uri = f"{weights_dir}/v{version:06d}"

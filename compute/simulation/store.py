@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megloom.compute.graph.records import TABLE_OF, record_key
+from megloom.compute.store.retention import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +41,13 @@ class MemoryStore:
     async def recover(self, run: str) -> None:
         return None
 
-    async def discard_unsealed(self) -> int:
+    async def unsealed(self) -> list[Any]:
+        return list(self._open.values())
+
+    async def keep_unsealed(self, records: Sequence[Any]) -> int:
         num_open = len(self._open)
-        self._open.clear()
-        return num_open
+        self._open = {(TABLE_OF[type(record)], record_key(record)): record for record in records}
+        return num_open - len(self._open)
 
     async def seal(self, run: str, step: int, snapshot: Mapping[str, Any]) -> MemoryStep:
         if self._steps and step <= self._steps[-1]:
@@ -62,3 +66,6 @@ class MemoryStore:
 
     async def snapshots(self, run: str) -> list[Mapping[str, Any]]:
         return []
+
+    async def drop_tokens(self, run: str, keep: int, *, at: str, tell: Callable[[Plan], None]) -> None:
+        """Whole steps leave this store, tokens and all: `keep_steps` says when."""

@@ -13,3 +13,7 @@ class ConflictingRecord(StoreError):
 
 class CorruptFile(StoreError):
     """A stored file is not what its manifest or its own digest says."""
+
+
+class TokensDropped(StoreError):
+    """A file is gone because the run's retention dropped it. The message names the step and the reason."""

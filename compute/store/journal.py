@@ -3,17 +3,19 @@
     append (memory) → flush (durable against a killed process) → seal (Parquet) → drop_through
 
 Appending the same record twice stores it once. A record is final: other content under a known key raises
-`ConflictingRecord`. Only keys and 16-byte digests of unsealed records stay in memory. Called by `MegStore`;
+`ConflictingRecord`. Only keys and 64-bit digests of unsealed records stay in memory. Called by `MegStore`;
 the durable one is `sqlite_journal.SqliteJournal`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from megloom.compute.store.codec import Entry, decode, encode
+import pyarrow as pa
+
+from megloom.compute.store.codec import Entry, Row, encode, to_batch, to_records
 from megloom.compute.store.errors import ConflictingRecord
 
 
@@ -36,8 +38,22 @@ class Journal(Protocol):
         """The unsealed records of a step, or of all steps, in order of their first append."""
         ...
 
+    async def rows(self, step: int) -> Mapping[str, Iterable[pa.RecordBatch]]:
+        """The unsealed records of a step as Arrow, by table; tables without rows are absent.
+
+        Read as they are iterated, which is work for the `Offload`.
+        """
+        ...
+
     async def drop_through(self, step: int) -> int:
         """Forgets the records of `step` and of earlier steps; returns how many."""
+        ...
+
+    async def keep_only(self, records: Sequence[Any]) -> int:
+        """Forgets every record but these, which have steps of their own; returns how many.
+
+        All or nothing: a process that is killed meanwhile has the old records or the kept ones.
+        """
         ...
 
     def open_steps(self) -> Mapping[int, int]:
@@ -46,10 +62,10 @@ class Journal(Protocol):
 
 
 class Window:
-    """Keys and digests of the unsealed records. Written by its journal only."""
+    """Keys and digests of the unsealed records, by step. Written by its journal only."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._known: dict[int, dict[tuple[str, str], int]] = {}
         self.steps: Counter[int] = Counter()
 
     def admit(self, entry: Entry, step: int) -> bool:
@@ -58,22 +74,25 @@ class Window:
         Raises: ConflictingRecord if its key is known with other content.
         """
         key = (entry.table, entry.key)
-        known = self._known.get(key)
-        if known is None:
-            self._known[key] = (step, entry.digest)
-            self.steps[step] += 1
-            return True
-        if known[1] != entry.digest:
-            raise ConflictingRecord(
-                f"{entry.table} {entry.key}: already recorded in step {known[0]} with other content"
-            )
-        return False
+        for at, known in self._known.items():  # one or two steps are open
+            digest = known.get(key)
+            if digest is None:
+                continue
+            if digest != entry.digest:
+                raise ConflictingRecord(
+                    f"{entry.table} {entry.key}: already recorded in step {at} with other content"
+                )
+            return False
+        self._known.setdefault(step, {})[key] = entry.digest
+        self.steps[step] += 1
+        return True
 
     def drop_through(self, step: int) -> int:
-        size = len(self._known)
-        self._known = {key: known for key, known in self._known.items() if known[0] > step}
-        self.steps = Counter({at: num for at, num in self.steps.items() if at > step})
-        return size - len(self._known)
+        num_dropped = 0
+        for at in [at for at in self._known if at <= step]:
+            del self._known[at]
+            num_dropped += self.steps.pop(at)
+        return num_dropped
 
 
 class MemoryJournal:
@@ -81,22 +100,36 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self._window = Window()
-        self._rows: list[tuple[int, str, bytes]] = []
+        self._rows: list[tuple[int, str, Row]] = []
 
     def append(self, record: Any, step: int) -> None:
         entry = encode(record)
         if self._window.admit(entry, step):
-            self._rows.append((step, entry.table, entry.body))
+            self._rows.append((step, entry.table, entry.row))
 
     async def flush(self) -> None:
         return
 
     async def load(self, step: int | None = None) -> list[Any]:
-        return [decode(table, body) for at, table, body in self._rows if step is None or at == step]
+        return to_records([(table, row) for at, table, row in self._rows if step is None or at == step])
+
+    async def rows(self, step: int) -> Mapping[str, Iterable[pa.RecordBatch]]:
+        rows: dict[str, list[Row]] = {}
+        for at, table, row in self._rows:
+            if at == step:
+                rows.setdefault(table, []).append(row)
+        return {table: [to_batch(table, part)] for table, part in rows.items()}
 
     async def drop_through(self, step: int) -> int:
         self._rows = [row for row in self._rows if row[0] > step]
         return self._window.drop_through(step)
+
+    async def keep_only(self, records: Sequence[Any]) -> int:
+        num_before = len(self._rows)
+        self._window, self._rows = Window(), []
+        for record in records:
+            self.append(record, record.step)
+        return num_before - len(self._rows)
 
     def open_steps(self) -> Mapping[int, int]:
         return self._window.steps

@@ -1,27 +1,33 @@
-"""What made a policy version: its micro-batches, samples, tasks, and the versions that sampled them.
+"""What made a policy version: micro-batches, samples, calls, episodes, tasks, and the versions behind it.
 
-Rows are kept for direct relations; the closure back to version 0 is computed at version grain, with counts.
-A version is made by the micro-batches of its policy and step that were taken on its parent. The versions of
-*every* policy that took part in those samples' episodes influenced it, not only those of its own policy.
-Reads sealed steps through an in-memory DuckDB. Synchronous; the CLI, Dagster and users' SQL call it.
+Rows are kept for direct relations: only the step that made the version is opened for them. The closure back
+to version 0 is computed at version grain, with counts, from the run's index. A version is made by the
+micro-batches of its policy and step that were taken on its parent. The versions of *every* policy that
+answered calls of those samples' episodes influenced it, not only those of its own policy. Synchronous; the
+CLI, Dagster and the report call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from megloom.compute.graph.records import RECORDS, MicroBatchRecord, PolicyVersionRecord
-from megloom.compute.graph.schemas import SCHEMAS
-from megloom.compute.store.reader import MegReader
+from megloom.compute.graph.closure import hops_from
+from megloom.compute.graph.records import MicroBatchRecord, PolicyVersionRecord, ProvenanceRecord
+from megloom.compute.graph.schemas import from_table
+from megloom.compute.store.errors import CorruptFile
+from megloom.compute.store.index_reader import RunIndex
+from megloom.compute.store.lineage_versions import VersionEdge, VersionGraph, VersionKey, VersionRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectSample:
-    """A training row of the version. `reward` is its call's, else its episode's; None where there is none."""
+    """A training row of the version. `reward` is its own, else its call's, else its episode's, else None."""
 
     sample_id: str
     step: int
@@ -54,21 +60,6 @@ class TaskUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VersionEdge:
-    """`relation` "parent": the weights it continued from. "sampled": it generated calls of its episodes.
-
-    `num_calls` is None for a parent.
-    """
-
-    policy: str
-    version: int
-    from_policy: str
-    from_version: int
-    relation: str
-    num_calls: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ancestor:
     """A version in the closure. `step` and `kind` are None for a policy that is not trained in this run."""
 
@@ -82,200 +73,188 @@ class Ancestor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionLineage:
-    """Everything behind one version. `ancestors` starts with the version itself, then newest step first."""
+    """Everything behind one version. `ancestors` starts with the version itself, then newest step first.
+
+    `provenance` is the start of the session that made it, None if it was not recorded. `num_missing_samples`
+    are samples that its micro-batches name and that its step does not hold.
+    """
 
     row: PolicyVersionRecord
+    provenance: ProvenanceRecord | None = None
     micro_batches: tuple[MicroBatchRecord, ...] = field(default=())
     sample_counts: tuple[SampleCount, ...] = field(default=())
     samples: tuple[DirectSample, ...] = field(default=())
+    num_missing_samples: int = 0
+    num_episodes: int = 0
     tasks: tuple[TaskUse, ...] = field(default=())
     sampled_by: tuple[VersionEdge, ...] = field(default=())
     ancestors: tuple[Ancestor, ...] = field(default=())
     edges: tuple[VersionEdge, ...] = field(default=())
+    num_files_opened: int = 0
+    num_files: int = 0
 
 
-# Only the columns that lineage needs: token arrays stay on disk.
-_COLUMNS: dict[str, tuple[str, ...]] = {
-    "tasks": ("task_id", "prompt"),
-    "episodes": ("episode_id", "attempt", "task_id", "state", "reward"),
-    "invocations": ("invocation_id", "episode_id", "policy", "version_min", "version_max", "reward"),
-    "samples": (
-        "sample_id",
-        "step",
-        "kind",
-        "agent",
-        "policy",
-        "episode_id",
-        "invocation_id",
-        "advantage",
-        "version_min",
-    ),
-    "micro_batches": tuple(SCHEMAS["micro_batches"].names),
-    "policy_versions": tuple(SCHEMAS["policy_versions"].names),
-}
-
-# An episode may have several attempts; the scored one stands for it, else the first.
-_DERIVED = """
-create table made as
-select v.policy, v.version, m.micro_batch_id, unnest(m.sample_ids) as sample_id
-from policy_versions v join micro_batches m
-  on m.policy = v.policy and m.step = v.step and m.base_version = v.parent_version;
-
-create table attempts as
-select distinct on (episode_id) episode_id, task_id, reward from episodes
-order by episode_id, (state = 'scored') desc, attempt;
-
-create table rows as
-select made.policy, made.version, s.sample_id, s.step, s.kind, s.agent, a.task_id, s.episode_id,
-  s.invocation_id, s.advantage, coalesce(i.reward, a.reward) as reward,
-  coalesce(i.version_min, s.version_min) as sampled_by_min,
-  coalesce(i.version_max, s.version_min) as sampled_by_max
-from made join samples s using (sample_id)
-left join attempts a using (episode_id)
-left join invocations i on i.invocation_id = s.invocation_id;
-
-create table edges_of_versions as
-select policy, version, policy as from_policy, parent_version as from_version,
-  'parent' as relation, null::bigint as num_calls
-from policy_versions where parent_version is not null
-union all
-select e.policy, e.version, i.policy, w.from_version, 'sampled', count(distinct i.invocation_id)
-from (select distinct policy, version, episode_id from rows) e
-join invocations i using (episode_id), unnest(range(i.version_min, i.version_max + 1)) w(from_version)
-where i.version_min is not null
-group by all;
-"""
-
-_CLOSURE = """
-create or replace temp table closure as
-with recursive up(policy, version) as (
-  select $policy, $version::bigint
-  union
-  select e.from_policy, e.from_version from up join edges_of_versions e using (policy, version)
-)
-select * from up
-"""
-
-
-def parse_version(name: str) -> tuple[str, int | Literal["last"]]:
-    """The policy and version of `solver@17` or `solver@last`.
-
-    Raises: ValueError for any other form.
-    """
-    policy, at, version = name.partition("@")
-    if not (policy and at) or not (version == "last" or version.isdecimal()):
-        raise ValueError(f"version {name!r}: expected <policy>@<number> or <policy>@last")
-    return policy, "last" if version == "last" else int(version)
-
-
-def views(con: duckdb.DuckDBPyConnection, root: str, run: str, tables: Sequence[str] | None = None) -> None:
-    """Registers a run's sealed tables (all if None) as views of the same names, for any SQL.
-
-    Raises: FileNotFoundError if the run has no sealed step; CorruptFile for a damaged file.
-    """
-    reader = MegReader(root)
-    steps = reader.sealed_steps(run)
-    for table in tables or RECORDS:
-        con.register(table, reader.read_table(run, table, steps))
+_SAMPLE_COLUMNS = (
+    "sample_id", "step", "kind", "agent", "task_id", "episode_id", "invocation_id",
+    "advantage", "reward", "version_min", "version_max",
+)  # fmt: skip
 
 
 def version_lineage(store_root: str, run: str, policy: str, version: int | Literal["last"]) -> VersionLineage:
     """Everything behind `run/policy@version`; "last" is the newest version.
 
-    Raises: FileNotFoundError if the run has no sealed step or no such version.
+    Raises: FileNotFoundError if the run has no sealed step or no such version; CorruptFile for a
+    damaged file.
     """
-    with duckdb.connect(":memory:") as con:
-        _load(con, store_root, run)
-        row = _version_row(con, run, policy, version)
-        of = {"policy": policy, "version": row.version}
-        here = "where policy = $policy and version = $version"
-        con.execute(_CLOSURE, of)
-        edges = _records(
-            con,
-            VersionEdge,
-            "select e.* from edges_of_versions e join closure using (policy, version)"
-            " order by e.version desc, e.policy, relation, from_policy, from_version desc",
-        )
-        return VersionLineage(
-            row=row,
-            micro_batches=_records(
-                con,
-                MicroBatchRecord,
-                "select m.* from micro_batches m where micro_batch_id in"
-                f" (select micro_batch_id from made {here}) order by position",
-                of,
-            ),
-            sample_counts=_records(
-                con,
-                SampleCount,
-                f"select agent, step, kind, count(*) as num_samples from rows {here}"
-                " group by all order by agent, step, kind",
-                of,
-            ),
-            samples=_records(
-                con,
-                DirectSample,
-                f"select * exclude (policy, version) from rows {here} order by sample_id",
-                of,
-            ),
-            tasks=_records(
-                con,
-                TaskUse,
-                "select task_id, any_value(t.prompt) as prompt, count(distinct sample_id) as num_samples"
-                f" from rows left join tasks t using (task_id) {here} and task_id is not null"
-                " group by task_id order by num_samples desc, task_id",
-                of,
-            ),
-            sampled_by=tuple(
-                e for e in edges if (e.policy, e.version, e.relation) == (policy, row.version, "sampled")
-            ),
-            ancestors=_ancestors(con, of),
-            edges=edges,
-        )
-
-
-def _load(con: duckdb.DuckDBPyConnection, root: str, run: str) -> None:
-    reader = MegReader(root)
-    steps = reader.sealed_steps(run)
-    for table, columns in _COLUMNS.items():
-        con.register(table, reader.read_table(run, table, steps, columns))
-    con.execute(_DERIVED)
-
-
-def _version_row(
-    con: duckdb.DuckDBPyConnection, run: str, policy: str, version: int | Literal["last"]
-) -> PolicyVersionRecord:
-    rows = _records(
-        con,
-        PolicyVersionRecord,
-        "select * from policy_versions where policy = $policy order by version",
-        {"policy": policy},
-    )
-    chosen = rows[-1:] if version == "last" else [row for row in rows if row.version == version]
-    if not chosen:
-        known = f"versions {rows[0].version} to {rows[-1].version}" if rows else "no version of this policy"
-        raise FileNotFoundError(f"no version {run}/{policy}@{version} in sealed steps (there: {known})")
-    return chosen[0]
-
-
-def _ancestors(con: duckdb.DuckDBPyConnection, of: dict[str, Any]) -> tuple[Ancestor, ...]:
-    return _records(
-        con,
-        Ancestor,
-        "select c.policy, c.version, any_value(v.step) as step, any_value(v.kind) as kind,"
-        " count(distinct r.sample_id) as num_samples, count(distinct r.task_id) as num_tasks"
-        " from closure c left join policy_versions v using (policy, version)"
-        " left join rows r using (policy, version) group by c.policy, c.version"
-        " order by (c.policy = $policy and c.version = $version) desc, step desc nulls last,"
-        " c.policy, c.version desc",
-        of,
+    index = RunIndex(store_root, run)
+    graph = VersionGraph(index)
+    row = graph.find((policy, version))
+    batches = micro_batches_of(index, row)
+    named = dict.fromkeys(sample for batch in batches for sample in batch.sample_ids)
+    samples = _direct_samples(index, row, list(named))
+    closure = hops_from(graph.sources, [(row.policy, row.version)])
+    edges = [edge for key in closure for edge in graph.edges.get(key, ())]
+    edges.sort(key=lambda e: (-e.version, e.policy, e.relation, e.from_policy, -e.from_version))
+    counts = Counter((s.agent, s.step, s.kind) for s in samples)
+    return VersionLineage(
+        row=_version_record(index, row),
+        provenance=provenance_at(index, row.step),
+        micro_batches=tuple(batches),
+        sample_counts=tuple(
+            SampleCount(agent=agent, step=step, kind=kind, num_samples=num)
+            for (agent, step, kind), num in sorted(counts.items())
+        ),
+        samples=tuple(samples),
+        num_missing_samples=len(named) - len(samples),
+        num_episodes=len({s.episode_id for s in samples if s.episode_id}),
+        tasks=tuple(_tasks(index, samples)),
+        sampled_by=tuple(e for e in edges if e.made == (row.policy, row.version) and e.relation == "sampled"),
+        ancestors=tuple(_ancestors(graph, closure)),
+        edges=tuple(edges),
+        num_files=index.num_files,
+        num_files_opened=index.num_files_opened,
     )
 
 
-def _records(
-    con: duckdb.DuckDBPyConnection, record: type, sql: str, parameters: dict[str, Any] | None = None
-) -> tuple[Any, ...]:
-    """The rows of `sql` as records; column names equal field names."""
-    result = con.execute(sql, parameters or {})
-    names = [column[0] for column in result.description]
-    return tuple(record(**dict(zip(names, row, strict=True))) for row in result.fetchall())
+def micro_batches_of(index: RunIndex, row: VersionRow) -> list[MicroBatchRecord]:
+    """The micro-batches that made the version, in the order in which their gradients were taken."""
+    if row.parent_version is None:
+        return []
+    table = index.read("micro_batches", [row.step])
+    mine = pc.and_(pc.equal(table["policy"], row.policy), pc.equal(table["base_version"], row.parent_version))
+    return sorted(from_table("micro_batches", table.filter(mine)), key=lambda m: int(m.position))
+
+
+def task_prompts(index: RunIndex, task_ids: Iterable[str]) -> dict[str, str]:
+    """The prompts of those tasks that are recorded."""
+    wanted = pa.array(sorted(set(task_ids)), pa.string())
+    steps = index.steps_with("tasks") if len(wanted) else []
+    if not steps:
+        return {}
+    table = index.read("tasks", steps, ("task_id", "prompt"))
+    table = table.filter(pc.is_in(table["task_id"], wanted))
+    return dict(zip(table["task_id"].to_pylist(), table["prompt"].to_pylist(), strict=True))
+
+
+def provenance_at(index: RunIndex, step: int) -> ProvenanceRecord | None:
+    """The newest start of the session that was recorded at or before `step`."""
+    steps = [at for at in index.steps_with("provenance") if at <= step]
+    rows = from_table("provenance", index.read("provenance", steps[-1:])) if steps else []
+    return max(rows, key=lambda start: int(start.epoch), default=None)
+
+
+def _version_record(index: RunIndex, row: VersionRow) -> PolicyVersionRecord:
+    rows: list[PolicyVersionRecord] = from_table("policy_versions", index.read("policy_versions", [row.step]))
+    for record in rows:
+        if (record.policy, record.version) == (row.policy, row.version):
+            return record
+    raise CorruptFile(
+        f"{index.root}: run {index.run}: the index says that step {row.step} made {row.policy}@{row.version},"
+        f" its policy_versions do not hold it"
+    )
+
+
+def _direct_samples(index: RunIndex, row: VersionRow, named: list[str]) -> list[DirectSample]:
+    if not named:
+        return []
+    table = index.read("samples", [row.step], _SAMPLE_COLUMNS)
+    rows = table.filter(pc.is_in(table["sample_id"], pa.array(named, pa.string()))).to_pylist()
+    calls = _calls(index, row.step, [r["invocation_id"] for r in rows if r["invocation_id"] is not None])
+    episodes = _episodes(index, row.step, [r["episode_id"] for r in rows if r["episode_id"]])
+    return sorted((_sample(r, calls, episodes) for r in rows), key=lambda s: s.sample_id)
+
+
+def _sample(
+    row: Mapping[str, Any], calls: Mapping[str, Mapping[str, Any]], episodes: Mapping[str, Mapping[str, Any]]
+) -> DirectSample:
+    """What the sample does not know of itself (schema 1) is its call's, else its episode's."""
+    call = calls.get(row["invocation_id"] or "", {})
+    episode = episodes.get(row["episode_id"], {})
+    low = _first(row["version_min"], call.get("version_min"))
+    return DirectSample(
+        sample_id=row["sample_id"],
+        step=row["step"],
+        kind=row["kind"],
+        agent=row["agent"],
+        task_id=_first(row["task_id"], episode.get("task_id")),
+        episode_id=row["episode_id"],
+        invocation_id=row["invocation_id"],
+        advantage=row["advantage"],
+        reward=_first(row["reward"], call.get("reward"), episode.get("reward")),
+        sampled_by_min=low,
+        sampled_by_max=_first(row["version_max"], call.get("version_max"), low),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _calls(index: RunIndex, step: int, ids: list[str]) -> dict[str, Mapping[str, Any]]:
+    columns = ("invocation_id", "version_min", "version_max", "reward")
+    if not ids:
+        return {}
+    table = index.read("invocations", [step], columns)
+    rows = table.filter(pc.is_in(table["invocation_id"], pa.array(ids, pa.string()))).to_pylist()
+    return {row["invocation_id"]: row for row in rows}
+
+
+def _episodes(index: RunIndex, step: int, ids: list[str]) -> dict[str, Mapping[str, Any]]:
+    """The scored attempt stands for an episode, else the first."""
+    columns = ("episode_id", "attempt", "task_id", "state", "reward")
+    if not ids:
+        return {}
+    table = index.read("episodes", [step], columns)
+    rows = table.filter(pc.is_in(table["episode_id"], pa.array(ids, pa.string()))).to_pylist()
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (row["state"] != "scored", row["attempt"])):
+        best.setdefault(row["episode_id"], row)
+    return best
+
+
+def _tasks(index: RunIndex, samples: list[DirectSample]) -> list[TaskUse]:
+    counts = Counter(s.task_id for s in samples if s.task_id is not None)
+    prompts = task_prompts(index, counts)
+    return [
+        TaskUse(task_id=task, prompt=prompts.get(task), num_samples=num)
+        for task, num in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def _ancestors(graph: VersionGraph, closure: Mapping[VersionKey, int]) -> list[Ancestor]:
+    start, *others = closure
+    newest_first = sorted(others, key=lambda key: (-graph.age(key)[0], key[0], -key[1]))
+    return [ancestor(graph, key) for key in (start, *newest_first)]
+
+
+def ancestor(graph: VersionGraph, key: VersionKey) -> Ancestor:
+    """The version as part of a closure."""
+    row = graph.rows.get(key)
+    return Ancestor(
+        policy=key[0],
+        version=key[1],
+        step=None if row is None else row.step,
+        kind=None if row is None else row.kind,
+        num_samples=0 if row is None else row.num_samples,
+        num_tasks=0 if row is None else row.num_tasks,
+    )

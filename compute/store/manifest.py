@@ -1,6 +1,7 @@
 """What a sealed step consists of. The manifest is written last: a step without one does not exist.
 
-Layout under the store's root: `meg/<run>/step=000012/<table>[-<agent>].parquet` and `manifest.json`.
+Layout under the store's root: `meg/<run>/step=000012/<table>[-<agent>]-<digest>.parquet` and `manifest.json`;
+`<digest>` is the beginning of the file's digest. Steps of schema version 1 have names without it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megloom.compute.graph.schemas import SCHEMA_VERSION
+from megloom.compute.graph.schemas import SCHEMA_VERSION, SCHEMAS
 from megloom.compute.store.errors import CorruptFile, StoreError
 from megloom.compute.store.files import file_digest
 
@@ -46,10 +47,11 @@ class Manifest:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows per table."""
+        """Records per table; the step's index, derived from them, does not count."""
         counts: dict[str, int] = {}
         for file in self.files:
-            counts[file.table] = counts.get(file.table, 0) + file.num_rows
+            if file.table in SCHEMAS:
+                counts[file.table] = counts.get(file.table, 0) + file.num_rows
         return counts
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+from megloom.compute.store.retention import Plan
 
 
 class Sealed(Protocol):
@@ -28,8 +30,12 @@ class StepStore(Protocol):
         """The last sealed step, None for a new run. Called before the first `record`."""
         ...
 
-    async def discard_unsealed(self) -> int:
-        """Drops the records of the open step; how many."""
+    async def unsealed(self) -> list[Any]:
+        """The records of the open step that survived, in order."""
+        ...
+
+    async def keep_unsealed(self, records: Sequence[Any]) -> int:
+        """Drops all records of the open step but these, all or nothing; how many."""
         ...
 
     async def seal(self, run: str, step: int, snapshot: Mapping[str, Any]) -> Sealed:
@@ -38,4 +44,8 @@ class StepStore(Protocol):
 
     async def snapshots(self, run: str) -> list[Mapping[str, Any]]:
         """The snapshot of every sealed step, in order."""
+        ...
+
+    async def drop_tokens(self, run: str, keep: int, *, at: str, tell: Callable[[Plan], None]) -> None:
+        """Drops the tokens of all but the newest `keep` versions; `tell` hears first of what goes."""
         ...

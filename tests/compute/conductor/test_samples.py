@@ -9,20 +9,11 @@ import pytest
 
 from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.conductor.episodes import EndedEpisode, Episode
-from megloom.compute.conductor.samples import Aggregation, Sample, group_samples
+from megloom.compute.conductor.samples import Aggregation, Sample, candidates, policy_samples
 from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.states import InvocationState
-from megloom.compute.rollout.protocol import AgentPlan, CallScore, EpisodeOutcome, WorkloadPlan
-
-PLAN = WorkloadPlan(
-    name="team",
-    policies={},
-    agents={name: AgentPlan(policy=name, max_tokens=8, temperature=0.7) for name in ("planner", "solver")},
-    training={},
-    has_demonstrations=False,
-    reward_hash="",
-    code_hashes={},
-)
+from megloom.compute.graph.training_view import FieldValue
+from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
 
 
 def vertex(name: str, agent: str, num_tokens: int = 3) -> Vertex:
@@ -62,7 +53,18 @@ def member(number: int, planner: float | None, *solvers: float | None, state: st
 
 def samples_of(*members: EndedEpisode, **policies: Any) -> dict[str, list[Sample]]:
     estimators = policies or {"planner": Grpo().advantages, "solver": Grpo().advantages}
-    return group_samples(run="r", step=1, plan=PLAN, members=members, advantages=estimators)
+    calls = [call for member in members for call in candidates(member)]
+    return {
+        policy: policy_samples(
+            run="r",
+            step=1,
+            group_id="g",
+            task_id="t",
+            calls=[call for call in calls if call.vertex.policy == policy],
+            estimate=estimate,
+        )
+        for policy, estimate in estimators.items()
+    }
 
 
 def test_every_agent_has_its_own_baseline_over_all_its_calls_in_the_group() -> None:
@@ -95,8 +97,17 @@ def test_a_single_scored_member_has_no_advantage() -> None:
     assert sample.row is None
 
 
-def test_a_frozen_policy_has_no_samples() -> None:
-    assert set(samples_of(member(0, 1.0, 1.0), member(1, 0.0, 0.0), solver=Grpo().advantages)) == {"solver"}
+def test_a_reward_field_stands_for_the_reward_and_calls_without_it_leave_first() -> None:
+    calls = [call for number in range(3) for call in candidates(member(number, 5.0))]
+    for call, judged in zip(calls, (1.0, 0.0, None), strict=True):
+        if judged is not None:
+            call.vertex.fields["judge"] = FieldValue(value=judged, source="judge", ready_s=1.0)
+    samples = policy_samples(
+        run="r", step=1, group_id="g", task_id="t", calls=calls, estimate=Grpo().advantages,
+        reward_field="judge",
+    )  # fmt: skip
+    assert [s.record.reward for s in samples] == [1.0, 0.0]
+    assert [round(s.record.advantage, 3) for s in samples] == [0.707, -0.707]
 
 
 def test_a_row_holds_the_path_with_its_mask_logprobs_and_temperature() -> None:

@@ -82,7 +82,7 @@ def test_a_reentered_call_counts_its_attempt_and_can_run_again() -> None:
     graph.add(vertex("plan"), now=0.0)
     graph.start("plan", cell="c", now=1.0)
     graph.reenter("plan", now=2.0)
-    assert graph["plan"].attempt == 1 and graph["plan"].state is InvocationState.READY
+    assert graph["plan"].num_reentries == 1 and graph["plan"].state is InvocationState.READY
     assert run(graph, "plan") == []
 
 

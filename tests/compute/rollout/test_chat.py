@@ -61,6 +61,11 @@ def test_a_text_is_one_user_message_and_answers_end_with_the_stop_word(tmp_path:
     assert answer[-1] == ours.stop_ids[0] and ours.decode(answer) == "7 - 5 then - 9"
 
 
+def test_a_lone_surrogate_is_rendered_as_the_replacement_character(tmp_path: Path) -> None:
+    ours = chat(CHATML, tmp_path)
+    assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
+
+
 def test_a_stop_list_of_the_generation_config_is_honoured(tmp_path: Path) -> None:
     write_tokenizer(CHATML, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))

@@ -89,3 +89,11 @@ def test_a_workflow_may_survive_a_failed_call() -> None:
 def test_an_empty_answer_is_scored_by_the_workload_like_any_other() -> None:
     outcome = outcome_of(text="", reward=lambda task, episode: float(bool(episode.result.text)))
     assert (outcome.state, outcome.reward) == ("scored", 0.0)
+
+
+def test_a_failure_that_quotes_a_lone_surrogate_is_valid_unicode_for_the_wire() -> None:
+    async def broken(task: Any, team: Any) -> Any:
+        raise ValueError("a \ud800 in it")
+
+    failure = outcome_of(workflow=broken).failure
+    assert failure is not None and "a \ufffd in it" in failure

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megloom.compute.graph.seeds import canonical_json
+from megloom.compute.rollout.chat import ChatError
 from megloom.compute.rollout.team import CallBook, TeamHandle
 from megloom.compute.workload import CallFailed
 
@@ -34,6 +36,40 @@ def test_a_call_that_takes_a_pending_call_is_announced_with_an_edge_and_without_
         team.solver("1+2", team.planner("1+2"))
         child = events.opened[1]
         assert child.parents == (("g1-m000-a0-i000", "data"),) and child.prompt_ids is None
+
+    run(body)
+
+
+def said(text: str, role: str = "user") -> str:
+    return canonical_json({"role": role, "content": text})
+
+
+def test_a_prompt_is_announced_with_its_messages_whether_it_waited_or_not() -> None:
+    async def body() -> None:
+        events = RecordedEvents()
+        chatty = agent(
+            lambda *parts: [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": parts[-1], "name": "é"},
+            ]
+        )
+        calls = book(events, planner=agent(), solver=chatty)
+        team = TeamHandle(calls)
+        team.solver("1+2", team.planner("1+2"))
+        assert [opened.messages for opened in events.opened] == [(said("1+2"),), ()]
+        calls.receive(answer("g1-m000-a0-i000", "add"))
+        named = canonical_json({"role": "user", "content": "add", "name": "é"})
+        assert events.prompts[0].messages == (said("be brief", "system"), named)
+        assert events.prompts[0].prompt_ids == tuple(b"be briefadd")
+
+    run(body)
+
+
+def test_a_message_that_is_no_json_fails_its_call_by_its_position() -> None:
+    async def body() -> None:
+        bad = agent(lambda text: [{"role": "user", "content": text, "image": b"x"}])
+        with pytest.raises(ChatError, match="message 0: cannot be recorded as JSON .*bytes"):
+            TeamHandle(book(RecordedEvents(), planner=bad)).planner("a")
 
     run(body)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.run import Simulated, simulate
 from megloom.compute.simulation.store import MemoryStore
 from megloom.compute.simulation.team import simulated_team
-from megloom.compute.workload import Training
+from megloom.compute.workload import Demonstration, Training
 
 FAULTS = Faults(engine_deaths={"engine/solver/0": (10.0, 40.0)}, hang_probability=0.003)
 
@@ -145,6 +146,39 @@ def test_a_run_that_ends_by_time_ends_with_a_full_evaluation(duration_s: float) 
     simulated = run(steps=500, faults=Faults(), duration_s=duration_s)
     full = [report.step for report in simulated.reports if report.evaluation and report.evaluation.full]
     assert full == [0, simulated.reports[-1].step] and simulated.virtual_s >= duration_s
+
+
+@pytest.mark.parametrize("dies_at", [1, 3, 4, 6])
+def test_a_trainer_that_is_lost_in_a_step_is_replayed_and_every_sample_counts_once(dies_at: int) -> None:
+    store, calm = MemoryStore(keep_steps=4), MemoryStore(keep_steps=4)
+    run(steps=2, faults=Faults(), store=calm)
+    lossy = run(steps=2, faults=Faults(trainer_deaths={"trainer/solver": dies_at}), store=store)
+    assert (lossy.state, kinds(lossy)["trainer_lost"]) == ("finished", 1)
+
+    def numbers(sealed: list[Any]) -> list[Any]:
+        versions = [v for step in sealed for v in step.records["policy_versions"]]
+        return sorted((v.policy, v.version, v.num_samples, v.num_trainable, v.grad_norm) for v in versions)
+
+    assert numbers(store.sealed) == numbers(calm.sealed)
+
+
+@pytest.mark.parametrize("dies_at", [1, 2, 4, 5, 6])
+def test_a_trainer_that_is_lost_in_the_warm_start_begins_it_again(dies_at: int) -> None:
+    def examples(num_per_agent: int, seed: int) -> list[Demonstration]:
+        return [Demonstration(agent="solver", arguments=(str(n),), answer="7") for n in range(num_per_agent)]
+
+    sizes = {"tasks_per_step": 1, "group_size": 2, "warm_examples": 4, "warm_batch": 2}
+    workload = replace(simulated_team(Training.parse(sizes)), demonstrate=examples)
+    config = SessionConfig.parse({"workload": "simulated.team:workload", "run": "warm", "steps": 0})
+    store, calm = MemoryStore(), MemoryStore()
+    lost = simulate(workload, config, store=store, faults=Faults(trainer_deaths={"trainer/solver": dies_at}))
+    straight = simulate(workload, config, store=calm)
+    assert (lost.state, kinds(lost)["trainer_lost"], straight.state) == ("finished", 1, "finished")
+    for table, names in (("samples", ("sample_id", "state")), ("micro_batches", ("sample_ids",))):
+        rows = [
+            [getattr(r, name) for r in s.sealed[0].records[table] for name in names] for s in (store, calm)
+        ]
+        assert rows[0] == rows[1]
 
 
 def test_a_second_engine_shares_the_calls_of_its_policy() -> None:

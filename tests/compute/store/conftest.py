@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from megloom.compute.graph.records import (
@@ -177,7 +186,89 @@ def build() -> Build:
     return Build()
 
 
-@pytest.fixture(params=["local", "memory"])
+BUCKET = "meg-tests"
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """The address of a real S3 server, a process of its own on a free port of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/moto-api/", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, "moto_server does not answer"
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+def bucket_of(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An existing bucket; the environment holds its server's address and keys that it takes."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tests")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = fsspec.filesystem("s3")
+    if not bucket.exists(BUCKET):
+        bucket.mkdir(BUCKET)
+    return f"s3://{BUCKET}"
+
+
+@pytest.fixture
+def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    return bucket_of(s3_url, monkeypatch)
+
+
+@pytest.fixture
+def strict_s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on a server of its own, whose access rules a test may change."""
+    s3 = fsspec.get_filesystem_class("s3")
+    with s3_server() as url:
+        s3.clear_instance_cache()  # the others' keep their server's address
+        yield bucket_of(url, monkeypatch)
+        s3.clear_instance_cache()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"no small disk: {error}")
+    if done.returncode:
+        pytest.skip(f"no small disk: mounting is not allowed here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Any) -> str:
-    """An empty store root, on disk and in fsspec's memory."""
+    """An empty store root: on disk, in fsspec's memory, in a bucket."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_bucket')}{tmp_path}"
     return str(tmp_path / "store") if request.param == "local" else f"memory:/{tmp_path}"

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from megloom.compute.graph.schemas import SCHEMAS, from_table
 from megloom.compute.store.errors import ConflictingRecord
 from megloom.compute.store.journal import Journal, MemoryJournal
 from megloom.compute.store.offload import InlineOffload, ThreadOffload
@@ -51,6 +53,49 @@ def test_records_come_back_in_the_order_of_their_append(with_journal: Check, bui
         return await journal.load()
 
     assert with_journal(check) == records
+
+
+@pytest.mark.parametrize("with_journal", ["memory", "sqlite, inline"], indirect=True)
+def test_rows_are_the_records_of_one_step_as_arrow(with_journal: Check, build: Any) -> None:
+    segments = [
+        build.segment("s1"),
+        build.segment("s2", sampled=False, logprobs=None, version_spans=None, token_ids=[]),
+        build.segment("s3", token_ids=[2**31 - 1, -1], logprobs=[float("-inf"), 0.5]),
+    ]
+
+    async def check(journal: Journal) -> None:
+        for segment in segments:
+            journal.append(segment, 1)
+            await journal.flush()
+        journal.append(build.edge(), 1)
+        journal.append(build.segment("s4"), 2)
+        rows = await journal.rows(1)
+        assert sorted(rows) == ["edges", "segments"]
+        for _ in range(2):
+            batches = list(rows["segments"])
+            assert from_table("segments", pa.Table.from_batches(batches)) == segments
+            assert batches[0].schema.equals(SCHEMAS["segments"], check_metadata=True)
+        assert await journal.rows(3) == {}
+
+    with_journal(check)
+
+
+def test_keeping_some_records_forgets_the_others(with_journal: Check, build: Any) -> None:
+    kept = [build.edge("c", "d"), build.edge("a", "b")]
+
+    async def check(journal: Journal) -> None:
+        for record in (build.edge("a", "b"), build.segment(), build.edge("c", "d")):
+            journal.append(record, 1)
+        assert await journal.keep_only(kept) == 1
+        assert await journal.load() == kept
+        assert dict(journal.open_steps()) == {1: 2}
+        journal.append(build.edge("a", "b"), 1)
+        journal.append(build.segment(token_ids=[9, 9, 9]), 1)
+        assert await journal.load() == [*kept, build.segment(token_ids=[9, 9, 9])]
+        with pytest.raises(ConflictingRecord):
+            journal.append(build.edge("a", "b", episode_id="e2"), 1)
+
+    with_journal(check)
 
 
 def test_load_gives_the_records_of_one_step(with_journal: Check, build: Any) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pytest
 
+from megloom.compute.graph.records import ProvenanceRecord
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder
-from megloom.compute.store.lineage import VersionLineage, parse_version, version_lineage, views
+from megloom.compute.store.index import compact
+from megloom.compute.store.lineage import VersionLineage, version_lineage
+from megloom.compute.store.lineage_versions import parse_version
 from megloom.compute.store.seal import write_step
+from tests.compute.store.lineage_runs import random_run
 
 
 def step_0(build: Any) -> list[Any]:
@@ -35,8 +38,11 @@ def step_0(build: Any) -> list[Any]:
             group_id="",
             episode_id="",
             invocation_id=None,
+            task_id=None,
+            reward=None,
             advantage=1.0,
             version_min=None,
+            version_max=None,
             micro_batch_id="m0",
         ),
     ]
@@ -44,6 +50,7 @@ def step_0(build: Any) -> list[Any]:
 
 def step_1(build: Any) -> list[Any]:
     planner: dict[str, Any] = {"agent": "planner", "policy": "planner"}
+    unknown: dict[str, Any] = {"task_id": None, "reward": None, "version_min": None, "version_max": None}
     return [
         build.task("t1"),
         build.episode("e1", task_id="t1", attempt=0, state="failed", reward=None),
@@ -51,9 +58,9 @@ def step_1(build: Any) -> list[Any]:
         build.invocation("p1", version_min=1, version_max=1, **planner),
         build.invocation("s1", reward=1.0),
         build.invocation("s2"),
-        build.sample("xp1", invocation_id="p1", micro_batch_id="mp", version_min=1, **planner),
-        build.sample("xs1", invocation_id="s1", micro_batch_id="ms1", advantage=-0.5),
-        build.sample("xs2", invocation_id="s2", micro_batch_id="ms2"),
+        build.sample("xp1", invocation_id="p1", micro_batch_id="mp", version_min=1, version_max=1, **planner),
+        build.sample("xs1", invocation_id="s1", micro_batch_id="ms1", advantage=-0.5, **unknown),
+        build.sample("xs2", invocation_id="s2", micro_batch_id="ms2", **unknown),
         build.micro_batch("mp", policy="planner", base_version=1, sample_ids=["xp1"]),
         build.micro_batch("ms2", position=1, sample_ids=["xs2"]),
         build.micro_batch("ms1", position=0, sample_ids=["xs1"]),
@@ -73,7 +80,15 @@ def step_2(build: Any) -> list[Any]:
         ),
         build.invocation("s3", episode_id="e2", version_min=0, version_max=1, **at),
         build.invocation("s4", episode_id="e3", version_min=1, version_max=1, **at),
-        build.sample("xs3", episode_id="e2", invocation_id="s3", micro_batch_id="ms3", **at),
+        build.sample(
+            "xs3",
+            episode_id="e2",
+            invocation_id="s3",
+            task_id="t2",
+            version_max=1,
+            micro_batch_id="ms3",
+            **at,
+        ),
         build.micro_batch("ms3", base_version=1, sample_ids=["xs3"], **at),
         build.version("solver", 2, step=2),
     ]
@@ -192,21 +207,22 @@ def test_a_missing_version_is_named_with_what_there_is(sealed: str) -> None:
 
 
 def test_a_corrupt_file_is_not_read_as_lineage(sealed: str) -> None:
-    Folder(sealed).write("meg/r/step=000001/samples-solver.parquet", b"PAR1")
-    with pytest.raises(CorruptFile, match=r"samples-solver\.parquet"):
+    path = file_of(sealed, 1, "samples-solver")
+    Folder(sealed).write(path, b"PAR1")
+    with pytest.raises(CorruptFile, match=path):
         version_lineage(sealed, "r", "solver", 1)
-
-
-def test_users_query_the_tables_with_their_own_sql(sealed: str) -> None:
-    with duckdb.connect(":memory:") as con:
-        views(con, sealed, "r")
-        rows = con.execute("select agent, count(*) from invocations group by agent order by agent").fetchall()
-    assert rows == [("planner", 2), ("solver", 4)]
 
 
 def test_lineage_reads_a_file_url(tmp_path: Path, build: Any) -> None:
     write_step(Folder(f"file://{tmp_path}"), "r", 0, step_0(build), None, {})
     assert version_lineage(f"file://{tmp_path}", "r", "planner", "last").row.version == 1
+
+
+def file_of(root: str, step: int, begin: str) -> str:
+    """The path of the step's one file whose name begins so."""
+    where = f"meg/r/step={step:06d}"
+    (name,) = (name for name in Folder(root).names(where) if name.startswith(begin))
+    return f"{where}/{name}"
 
 
 @pytest.mark.parametrize(
@@ -220,3 +236,44 @@ def test_a_version_name_is_parsed(name: str, expected: Any) -> None:
 def test_another_form_of_version_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected <policy>@<number>"):
         parse_version(name)
+
+
+def test_the_start_that_was_the_newest_at_the_versions_step_is_its_provenance(root: str, build: Any) -> None:
+    def start(epoch: int, step: int) -> ProvenanceRecord:
+        return ProvenanceRecord(
+            run="r", epoch=epoch, step=step, workload="w", config_hash="c", config="{}", code_hash="k",
+            code_hashes="{}", reward_hash="h", packages="{}", started_at="now",
+        )  # fmt: skip
+
+    steps = [
+        [build.version("solver", 0, step=0), start(1, 0)],
+        [build.version("solver", 1, step=1)],
+        [build.version("solver", 2, step=2), start(2, 2), start(3, 2)],
+    ]
+    for step, records in enumerate(steps):
+        write_step(Folder(root), "r", step, records, None, {})
+    found = [version_lineage(root, "r", "solver", version).provenance for version in range(3)]
+    assert [start.epoch if start else None for start in found] == [1, 1, 3]
+
+
+def test_samples_that_the_step_does_not_hold_are_counted(tmp_path: Path, build: Any) -> None:
+    records = [
+        build.version("solver", 1, step=1),
+        build.micro_batch(sample_ids=["x1", "lost"]),
+        build.sample("x1"),
+    ]
+    write_step(Folder(str(tmp_path)), "r", 1, records, None, {})
+    lineage = version_lineage(str(tmp_path), "r", "solver", 1)
+    assert ([s.sample_id for s in lineage.samples], lineage.num_missing_samples) == (["x1"], 1)
+
+
+def test_only_the_versions_own_step_is_opened_beside_the_index(tmp_path: Path, build: Any) -> None:
+    root = str(tmp_path)
+    for step, records in enumerate(random_run(build, 11, 12)):
+        write_step(Folder(root), "r", step, records, None, {})
+        compact(Folder(root), "r", step, fan_out=2)
+    lineage = version_lineage(root, "r", "solver", "last")
+    sizes = [len(list(path.iterdir())) for path in (tmp_path / "meg" / "r").iterdir()]
+    assert lineage.num_files == sum(sizes)
+    # Blocks of 8 and of 4 steps: their manifests, versions and edges; tasks with their manifest; one step.
+    assert lineage.num_files_opened <= 2 * 3 + 2 + max(sizes)

@@ -28,6 +28,11 @@ def test_a_manifest_comes_back_from_its_bytes() -> None:
     assert MANIFEST.num_rows == {"edges": 4}
 
 
+def test_the_rows_of_an_index_do_not_count_as_records() -> None:
+    index = replace(FILE, table="index_versions")
+    assert replace(MANIFEST, files=(FILE, index)).num_rows == {"edges": 2}
+
+
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": "x"}', manifest_bytes(MANIFEST)[:-9]])
 def test_what_is_no_manifest_is_refused_by_its_path(damage: bytes) -> None:
     with pytest.raises(CorruptFile, match=r"meg/r/manifest\.json"):

@@ -17,6 +17,11 @@ def seal(root: str, step: int, *records: Any, run: str = "r") -> None:
     write_step(Folder(root), run, step, records, None, {})
 
 
+def path_of(root: str, table: str, step: int = 1) -> str:
+    files = MegReader(root).read_manifest("r", step).files
+    return next(f"meg/r/step={step:06d}/{file.name}" for file in files if file.table == table)
+
+
 def test_a_table_is_the_rows_of_all_sealed_steps_or_of_the_chosen_ones(root: str, build: Any) -> None:
     edges = [build.edge("a", "b", step=step) for step in (1, 2, 3)]
     for edge in edges:
@@ -25,6 +30,18 @@ def test_a_table_is_the_rows_of_all_sealed_steps_or_of_the_chosen_ones(root: str
     assert from_table("edges", reader.read_table("r", "edges")) == edges
     assert from_table("edges", reader.read_table("r", "edges", steps=[3, 1])) == [edges[2], edges[0]]
     assert (reader.runs(), reader.sealed_steps("r")) == (["r"], [1, 2, 3])
+
+
+def test_the_last_sealed_step_is_found_past_steps_without_a_manifest(root: str, build: Any) -> None:
+    reader = MegReader(root)
+    assert reader.last_sealed_step("r") is None
+    for step in (1, 3):
+        seal(root, step, build.edge(step=step))
+    Folder(root).write("meg/r/step=000004/edges-0123456789ab.parquet", b"half")
+    Folder(root).write("meg/r/index/000000-000009.json", b"{}")
+    assert reader.last_sealed_step("r") == 3
+    assert [reader.is_sealed("r", step) for step in (1, 2, 3, 4)] == [True, False, True, False]
+    assert reader.sealed_steps("r") == [1, 3]
 
 
 def test_all_agents_of_a_table_are_read_together(root: str, build: Any) -> None:
@@ -59,11 +76,11 @@ def test_only_the_wanted_columns_are_read(root: str, build: Any) -> None:
 
 def test_one_flipped_bit_is_found_and_the_file_named(root: str, build: Any) -> None:
     seal(root, 1, build.edge(), build.task())
-    folder, path = Folder(root), "meg/r/step=000001/edges.parquet"
+    folder, path = Folder(root), path_of(root, "edges")
     data = bytearray(folder.read(path))
     data[len(data) // 2] ^= 1
     folder.write(path, bytes(data))
-    with pytest.raises(CorruptFile, match=r"step=000001/edges\.parquet: digest"):
+    with pytest.raises(CorruptFile, match=r"step=000001/edges-\w+\.parquet: digest"):
         MegReader(root).read_table("r", "edges")
     assert MegReader(root).read_table("r", "tasks").num_rows == 1
 

@@ -57,14 +57,27 @@ class GatedOffload:
         return fn(*args)
 
 
-class FailingOffload:
-    """Runs inline; the first `num_failures` inserts fail as a full disk does."""
+class LateOffload:
+    """Runs inline; word of an insert comes only when `gate` is open."""
 
-    def __init__(self, num_failures: int) -> None:
-        self.num_failures = num_failures
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
 
     async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        if fn.__name__ == "insert" and self.num_failures:
+        result = fn(*args)
+        if fn.__name__ == "insert":
+            await self.gate.wait()
+        return result
+
+
+class FailingOffload:
+    """Runs inline; the first `num_failures` writes fail as on a full disk."""
+
+    def __init__(self, num_failures: int, failing: str = "insert") -> None:
+        self.num_failures, self.failing = num_failures, failing
+
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        if fn.__name__ == self.failing and self.num_failures:
             self.num_failures -= 1
             raise StoreError("disk full")
         return fn(*args)
@@ -73,7 +86,7 @@ class FailingOffload:
 def stored(path: Path) -> int:
     """Rows that another process would find now."""
     with closing(sqlite3.connect(path)) as connection:
-        return int(connection.execute("SELECT count(*) FROM records").fetchone()[0])
+        return int(connection.execute("SELECT coalesce(sum(num_rows), 0) FROM frames").fetchone()[0])
 
 
 def test_what_a_flush_acknowledged_survives_a_killed_process(tmp_path: Path) -> None:
@@ -93,6 +106,44 @@ def test_what_a_flush_acknowledged_survives_a_killed_process(tmp_path: Path) -> 
     found = asyncio.run(survivors())
     assert len(found) >= acknowledged >= 200
     assert found == [f"p{number}" for number in range(len(found))]
+
+
+def test_records_that_were_loaded_from_the_file_are_known_by_their_content(
+    tmp_path: Path, build: Any
+) -> None:
+    records = [
+        build.invocation(reward=1.0, text="a ü b"),
+        build.segment(logprobs=[-0.1, -1 / 3, float("-inf")]),
+        build.segment("s2", sampled=False, logprobs=None, version_spans=None, token_ids=[]),
+        build.micro_batch(sample_ids=["x1", "x2"]),
+        build.task(),
+        build.episode(reward=None),
+    ]
+
+    async def life() -> None:
+        async with SqliteJournal.open(tmp_path / "j.sqlite", InlineOffload()) as journal:
+            for record in records:
+                journal.append(record, 1)
+            assert dict(journal.open_steps()) == {1: len(records)}
+            with pytest.raises(ConflictingRecord, match="segments s1: already recorded in step 1"):
+                journal.append(build.segment(logprobs=[-0.1, -1 / 3, -5.0]), 1)
+
+    asyncio.run(life())
+    asyncio.run(life())
+    assert stored(tmp_path / "j.sqlite") == len(records)
+
+
+def test_order_is_kept_over_a_restart_and_over_steps_and_tables(tmp_path: Path, build: Any) -> None:
+    records = [build.edge(f"a{n}", "b", step=1 + n % 2) if n % 3 else build.task(f"t{n}") for n in range(12)]
+
+    async def append(part: list[Any]) -> list[Any]:
+        async with SqliteJournal.open(tmp_path / "j.sqlite", InlineOffload()) as journal:
+            for record in part:
+                journal.append(record, getattr(record, "step", 1))
+            return await journal.load()
+
+    assert asyncio.run(append(records[:7])) == records[:7]
+    assert asyncio.run(append(records[7:])) == records
 
 
 def test_a_conflict_is_found_against_a_record_of_the_killed_process(tmp_path: Path, build: Any) -> None:
@@ -175,6 +226,56 @@ def test_a_cancelled_flush_loses_nothing(tmp_path: Path, build: Any) -> None:
     asyncio.run(main())
 
 
+def test_what_was_cancelled_in_mid_write_is_not_written_twice(tmp_path: Path, build: Any) -> None:
+    async def main() -> None:
+        offload = LateOffload()
+        async with SqliteJournal.open(tmp_path / "j.sqlite", offload) as journal:
+            journal.append(build.edge("a", "b"), 1)
+            flush = asyncio.create_task(journal.flush())
+            await asyncio.sleep(0)
+            flush.cancel()  # its insert is done on disk, and nobody heard of it
+            with pytest.raises(asyncio.CancelledError):
+                await flush
+            offload.gate.set()
+            journal.append(build.edge("c", "d"), 1)
+            assert await journal.load() == [build.edge("a", "b"), build.edge("c", "d")]
+            assert stored(tmp_path / "j.sqlite") == 2
+
+    asyncio.run(main())
+
+
+def test_a_process_killed_while_it_keeps_some_records_has_all_or_the_kept_ones(
+    tmp_path: Path, build: Any
+) -> None:
+    async def main() -> None:
+        async with SqliteJournal.open(tmp_path / "j.sqlite", FailingOffload(1, "replace")) as journal:
+            for record in build.edges(3):
+                journal.append(record, 1)
+            with pytest.raises(StoreError, match="disk full"):
+                await journal.keep_only(build.edges(2))
+            assert stored(tmp_path / "j.sqlite") == 3
+            journal.append(build.edges(3)[2], 1)
+            assert await journal.load() == build.edges(3)
+            assert await journal.keep_only(build.edges(2)) == 1
+            assert stored(tmp_path / "j.sqlite") == 2
+
+    asyncio.run(main())
+
+
+def test_dropping_steps_also_forgets_what_no_flush_has_written(tmp_path: Path, build: Any) -> None:
+    async def main() -> None:
+        async with SqliteJournal.open(tmp_path / "j.sqlite", FailingOffload(1)) as journal:
+            journal.append(build.edge("a", "b"), 1)
+            with pytest.raises(StoreError):
+                await journal.flush()
+            journal.append(build.edge("c", "d"), 1)
+            journal.append(build.edge("e", "f", step=2), 2)
+            assert await journal.drop_through(1) == 2
+            assert await journal.load() == [build.edge("e", "f", step=2)]
+
+    asyncio.run(main())
+
+
 def test_many_records_start_a_flush_by_themselves(
     tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +344,7 @@ def test_a_journal_of_another_schema_version_is_refused(tmp_path: Path) -> None:
         async with SqliteJournal.open(path, InlineOffload()):
             pass
 
-    with pytest.raises(StoreError, match="schema version 99"):
+    with pytest.raises(StoreError, match=r"j\.sqlite: schema version 99, expected 2: .* move the file away"):
         asyncio.run(main())
 
 
@@ -255,5 +356,5 @@ def test_a_file_that_is_no_database_is_refused_by_name(tmp_path: Path) -> None:
         async with SqliteJournal.open(path, InlineOffload()):
             pass
 
-    with pytest.raises(StoreError, match=r"j\.sqlite"):
+    with pytest.raises(StoreError, match=r"journal \S+j\.sqlite: file is not a database"):
         asyncio.run(main())

@@ -89,6 +89,40 @@ def test_a_record_without_a_step_needs_one(root: str, build: Any) -> None:
         store.record(build.task("t2"))
 
 
+def test_an_agent_whose_name_cannot_name_a_file_is_refused_at_its_first_record(build: Any) -> None:
+    store = memory_store("memory://refused")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"agent '\.\./x' must be"):
+            store.record(build.sample(agent="../x"))
+    store.record(build.sample())
+
+
+def test_a_seal_whose_index_failed_is_completed_by_the_same_seal(
+    root: str, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compacted: list[int] = []
+
+    def compact(folder: Folder, run: str, step: int) -> None:
+        compacted.append(step)
+        if len(compacted) == 1:
+            raise StoreError("disk full")
+
+    monkeypatch.setattr("megloom.compute.store.store.compact", compact)
+
+    async def main() -> None:
+        store = memory_store(root)
+        store.record(build.edge())
+        with pytest.raises(StoreError, match="disk full"):
+            await store.seal("r", 1, {"cursor": 1})
+        with pytest.raises(StoreError, match="step 1 is sealed"):
+            store.record(build.edge("x", "y"))
+        assert (await store.seal("r", 1, {"cursor": 1})).num_rows == {"edges": 1}
+        await memory_store(root).recover("r")
+
+    asyncio.run(main())
+    assert compacted == [1, 1, 1]
+
+
 def test_the_same_record_twice_is_one_row_and_other_content_an_error(root: str, build: Any) -> None:
     async def main() -> None:
         store = memory_store(root)
@@ -199,7 +233,7 @@ def test_unsealed_records_survive_a_restart_and_can_be_sealed_or_dropped(tmp_pat
             assert manifest is not None
             assert manifest.snapshot == {"cursor": 8}
             assert await store.unsealed(2) == [build.edge("c", "d", step=2)]
-            assert await store.discard_unsealed() == 1
+            assert await store.keep_unsealed([]) == 1
             store.record(build.edge("c", "d", kind="order", step=2))
             assert (await store.seal("r", 2)).previous_step == 1
 
@@ -208,7 +242,7 @@ def test_unsealed_records_survive_a_restart_and_can_be_sealed_or_dropped(tmp_pat
 
 def test_a_process_killed_after_the_manifest_seals_nothing_twice(tmp_path: Path, build: Any) -> None:
     async def dies() -> None:
-        offload = DyingOffload(last="write_step")
+        offload = DyingOffload(last="write_rows")
         async with SqliteJournal.open(tmp_path / "journal.sqlite", offload) as journal:
             store = MegStore(root=str(tmp_path), journal=journal, offload=offload)
             store.record(build.edge())
