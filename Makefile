@@ -8,7 +8,7 @@ PORT ?= 3000
 export DAGSTER_HOME ?= $(CURDIR)/.dagster
 export MEGLOOM_HOME ?= $(CURDIR)/.megloom
 
-.PHONY: demo test test-full check ui install clean
+.PHONY: demo test test-full soak fuzz check ui install clean
 
 demo: $(VENV)/.core $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
 	$(BIN)/megloom demo --model $(MODEL)
@@ -18,6 +18,16 @@ test: $(VENV)/.dev $(DAGSTER_HOME)
 
 test-full: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/python -m pytest -m slow --timeout 900
+
+# Kills the conductor with SIGKILL at random points and resumes it, again and again, until interrupted.
+# `make soak N=1000` stops after so many kills, `SEED=17` begins there: every seed is printed and replays.
+# Short versions are in `make test` (20 kills) and `make test-full` (200, and one at every operation).
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.kills.soak $(if $(N),--kills $(N)) $(if $(SEED),--seed $(SEED))
+
+# The property tests of the graph's two views with 50 times the examples of `make test`.
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 tests/compute/graph
 
 check: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/ruff check .

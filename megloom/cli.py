@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megloom import __version__
+from megloom import __version__, export_command, lineage_commands, retention_command
 
 BAD_INPUT = 2
 
@@ -67,15 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--report", help="write an HTML report to this path at the end")
     train.set_defaults(command=_train)
 
-    lineage = commands.add_parser("lineage", help="what made a policy version")
-    kinds = lineage.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
-    version = kinds.add_parser("version", help="samples, calls, tasks and versions behind POLICY@V")
-    version.add_argument("version", metavar="POLICY@V", help="for example solver@17, or solver@last")
-    version.add_argument("--run", required=True, help="name of the run")
-    version.add_argument("--json", action="store_true", help="everything, as JSON")
-    version.add_argument("--rows", type=int, default=10, help="rows shown of each table")
-    _add_home(version)
-    version.set_defaults(command=_lineage_version)
+    lineage_commands.register(commands, _Parser)
 
     for name, text, command in (
         ("up", "start the compute service (training starts it by itself)", _up),
@@ -90,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     ui.add_argument("--port", type=int, default=3000)
     _add_home(ui)
     ui.set_defaults(command=_ui)
+
+    export_command.register(commands)
+    retention_command.register(commands)
     return parser
 
 
@@ -213,17 +208,6 @@ def _program() -> str:
 
 def _fixed(value: float | None) -> str:
     return "none" if value is None else f"{value:.3f}"
-
-
-def _lineage_version(arguments: argparse.Namespace) -> int:
-    from megloom.compute.store.lineage import parse_version, version_lineage
-    from megloom.compute.store.lineage_text import lineage_json, lineage_text
-    from megloom.home import service_home
-
-    root = str(service_home(arguments.home) / "store")
-    lineage = version_lineage(root, arguments.run, *parse_version(arguments.version))
-    print(lineage_json(lineage) if arguments.json else lineage_text(lineage, max_rows=arguments.rows))
-    return 0
 
 
 def _up(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.reports import StepReport, ratio
+from megloom.compute.conductor.run import RunPaths
 from megloom.compute.graph.records import CellIntervalRecord
 from megloom.compute.graph.schemas import from_table
 from megloom.compute.report.curves import Panel
@@ -25,7 +26,7 @@ def write_report(
     config: SessionConfig, reports: Sequence[StepReport], *, home: Path, command: str, path: Path
 ) -> Path:
     """Returns the absolute path of the page; it needs nothing but a browser."""
-    root = str(home / "store")
+    root = RunPaths(home=home, run=config.run, store=config.storage.root).store_root
     policy = next(word for word in command.split() if "@" in word).partition("@")[0]
     middle = _busiest(reports)
     page = Page(

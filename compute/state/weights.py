@@ -125,11 +125,16 @@ def newest_complete(folder: Path) -> int | None:
 
 
 def discard_after(folder: Path, version: int) -> list[int]:
-    """Deletes every version above `version` and returns their numbers: nothing committed refers to them."""
+    """Deletes every version above `version` and returns their numbers: nothing committed refers to them.
+
+    What a killed writer had not moved to its place goes too.
+    """
     doomed = sorted((number, path) for number, path in _versions(folder) if number > version)
     for _, path in doomed:
         (path / DONE_FILE).unlink(missing_ok=True)  # first, so that no reader sees a half-deleted version
         shutil.rmtree(path)
+    for staging in folder.glob(".v*.tmp"):
+        shutil.rmtree(staging)
     return [number for number, _ in doomed]
 
 

@@ -129,6 +129,9 @@ def test_versions_after_the_committed_one_are_discarded(tmp_path: Path) -> None:
     for version in range(4):
         put(tmp_path, version)
     (tmp_path / "v000003" / DONE_FILE).unlink()
+    staging = tmp_path / ".v000004.77.tmp"  # a killed writer's
+    staging.mkdir()
+    (staging / MODEL_FILE).write_bytes(b"hal")
     assert discard_after(tmp_path, 1) == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000000", "v000001"]
     assert discard_after(tmp_path / "absent", 0) == []
