@@ -24,6 +24,13 @@ POLICIES = (*NEEDS, "frozen")  # a policy that is not trained is not kept
 FIELDS = ("value", "verdict", "note")
 VALUE = FieldValue(value=1.0, source="test", ready_s=0.0)
 Pair = tuple[str, str]
+Drawn = tuple[str, set[str], int | None]  # a call: policy, its ready fields, the version that sampled it
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(POLICIES), st.sets(st.sampled_from(FIELDS)), st.one_of(st.none(), st.integers(0, 2))
+    ),
+    max_size=3,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,23 +140,20 @@ class TrainingViewMachine(RuleBasedStateMachine):
         self.now.play("attempt", name, member, attempt)
 
     @precondition(lambda self: self.opened)
-    @rule(
-        data=st.data(),
-        attempt=st.sampled_from((2, 1, 0)),
-        drawn=st.lists(
-            st.tuples(
-                st.sampled_from(POLICIES),
-                st.sets(st.sampled_from(FIELDS)),
-                st.one_of(st.none(), st.integers(0, 2)),
-            ),
-            max_size=3,
-        ),
-    )
-    def end_a_member(
-        self, data: st.DataObject, attempt: int, drawn: list[tuple[str, set[str], int | None]]
-    ) -> None:
+    @rule(data=st.data(), attempt=st.integers(0, 2), calls=CALLS)
+    def end_a_member(self, data: st.DataObject, attempt: int, calls: list[Drawn]) -> None:
         """Any attempt of any member of any group, gone ones too; without calls it has failed."""
-        name, member = self.pick_member(data, [*self.now.groups, *self.now.groups, *self.opened])
+        name, member = self.pick_member(data, self.opened)
+        self.end(name, member, attempt, calls)
+
+    @precondition(lambda self: self.now.groups)
+    @rule(data=st.data(), calls=CALLS)
+    def end_the_other_members(self, data: st.DataObject, calls: list[Drawn]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.now.groups)))
+        for member in set(range(self.opened[name])) - self.now.groups[name].ended:
+            self.end(name, member, 2, calls)
+
+    def end(self, name: str, member: int, attempt: int, drawn: list[Drawn]) -> None:
         calls, told = [], {}
         for policy, ready, version in drawn:
             call = f"{name}-m{member}-a{attempt}-i{len(self.seen):03d}"
@@ -254,4 +258,4 @@ def candidate(name: str, policy: str, member: int, ready: set[str], version: int
 
 
 TestTrainingView = TrainingViewMachine.TestCase
-TestTrainingView.settings = settings(deadline=None, stateful_step_count=40)
+TestTrainingView.settings = settings(deadline=None, stateful_step_count=60)

@@ -273,4 +273,4 @@ def refused(error: type[Exception], act: Callable[..., Any], *args: Any, **keywo
 
 
 TestRolloutView = RolloutViewMachine.TestCase
-TestRolloutView.settings = settings(deadline=None, stateful_step_count=40)
+TestRolloutView.settings = settings(deadline=None, stateful_step_count=60)
