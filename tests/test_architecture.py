@@ -30,7 +30,7 @@ COMPUTE = (  # from the ground up; a package may import those before it, and its
     "simulation",
     "report",
 )
-HEAVY = {"torch", "sglang", "deepspeed", "ray", "transformers"}
+HEAVY = {"torch", "numba", "llvmlite", "sglang", "deepspeed", "ray", "transformers"}
 HEAVY_ALLOWED = {"engines", "trainers", "cluster"}
 MAX_LINES = 400
 PURE = ("graph", "algorithms", "scheduling", "conductor")
@@ -126,7 +126,7 @@ import sys
 import megloom.pipelines.definitions
 bare = {"assets", "resources", "compute", "pipelines"} & set(sys.modules)
 assert not bare, bare
-assert "torch" not in sys.modules
+assert not {"torch", "numba"} & set(sys.modules)
 """,
         ROOT,
     )
@@ -137,7 +137,7 @@ def test_the_conductors_modules_load_without_torch_or_dagster(tmp_path: Path) ->
         """
 import sys
 import megloom.compute.conductor.service
-heavy = {"torch", "transformers", "dagster", "sglang", "deepspeed", "ray"} & set(sys.modules)
+heavy = {"torch", "numba", "transformers", "dagster", "sglang", "deepspeed", "ray"} & set(sys.modules)
 assert not heavy, heavy
 """,
         tmp_path,
@@ -153,7 +153,7 @@ try:
     main(["train", "arithmetic_tea", "--steps", "1", "--run", "x"])
 except SystemExit:
     pass
-heavy = {"torch", "transformers", "dagster", "duckdb", "pyarrow"} & set(sys.modules)
+heavy = {"torch", "numba", "transformers", "dagster", "duckdb", "pyarrow"} & set(sys.modules)
 assert not heavy, heavy
 """,
         tmp_path,

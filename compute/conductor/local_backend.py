@@ -27,7 +27,7 @@ from megloom.compute.trainers.client import TrainerClient, connect_trainer
 from megloom.compute.trainers.protocol import TrainerPlan
 
 log = logging.getLogger(__name__)
-CONNECT_TIMEOUT_S = 60.0  # a forked child listens within a second; a first import may take longer
+CONNECT_TIMEOUT_S = 120.0  # a forked child listens within a second; a machine's first engine compiles kernels
 KEEP_ALIVE_S = 300.0  # our engines keep connections for ten minutes; a new one costs as much as a call
 STOP_GRACE_S = 2.0
 

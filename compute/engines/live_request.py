@@ -8,7 +8,7 @@ from megloom.compute.engines.protocol import FinishReason, VersionSpan
 
 
 class LiveRequest:
-    """The mutable state of one request. Written by the batcher only, through `append` and `finish`.
+    """The mutable state of one request. Written by the batcher only, through `extend` and `finish_reason`.
 
     `finish_reason` is None while it lives. `num_in_cache` counts leading tokens whose keys and values its
     slot holds, under one policy version if `has_pure_cache`.
@@ -70,13 +70,13 @@ class LiveRequest:
         """Prompt and output."""
         return self.prompt_ids + self.output_ids
 
-    def append(self, token_id: int, logprob: float, version: int) -> bool:
-        """Adds a sampled token to every per-token record, returns whether it was the last."""
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
+        """Adds sampled tokens, of which only the last may end the request; returns whether it does."""
         if not self._version_starts or self._version_starts[-1][0] != version:
             self._version_starts.append((version, len(self.output_ids)))
-        self.output_ids.append(token_id)
-        self.logprobs.append(logprob)
-        if token_id in self.stop_ids:
+        self.output_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        if token_ids[-1] in self.stop_ids:
             self.finish_reason = FinishReason.STOP
         elif len(self.output_ids) >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -26,9 +27,9 @@ from megloom.compute.cluster.http import QuietServer
 from megloom.compute.engines.batcher import Batcher
 from megloom.compute.engines.checkpoint import ModelConfig, read_config, read_tensors, verify
 from megloom.compute.engines.http_app import EngineApp, EngineIdentity
-from megloom.compute.engines.model import SlotModel, Weights, pack_weights
+from megloom.compute.engines.model import Weights, pack_weights
+from megloom.compute.engines.runners import choose_runner
 from megloom.compute.engines.service import EngineService
-from megloom.compute.engines.slots import SlotCache
 from megloom.compute.engines.wire import Limits
 
 TOKEN_VARIABLE = "MEGLOOM_ENGINE_TOKEN"  # the command line would show the token to every user of the host
@@ -76,13 +77,13 @@ def build_app(args: EngineArgs) -> tuple[EngineService, EngineApp]:
         verify(model_path, digest)
         return pack_weights(read_tensors(model_path, config, device=device, dtype=dtype), config)
 
+    runner = choose_runner(config, read_weights(args.model_dir, None), device=device, dtype=dtype)
     batcher = Batcher(
-        SlotModel(config, read_weights(args.model_dir, None), device=device),
-        SlotCache(config, device=device, dtype=dtype),
+        runner,
         version=args.version,
         max_slots=args.max_slots,
         prefill_budget_tokens=args.prefill_budget_tokens,
-        device=device,
+        max_steps=runner.max_steps,
     )
     service = EngineService(batcher, read_weights)
     service.model_path = args.model_dir
@@ -151,12 +152,15 @@ async def _serve(args: EngineArgs, listener: socket.socket) -> None:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
     )
+    gc.collect()
+    gc.freeze()  # a collection that looks through torch's objects takes as long as a hundred steps
     stepping = asyncio.create_task(service.run(), name="engine-steps")
 
     def shut_down() -> None:

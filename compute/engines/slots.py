@@ -13,7 +13,7 @@ import torch
 
 from megloom.compute.engines.checkpoint import ModelConfig
 
-LENGTH_MULTIPLE = 32  # positions; decode reads a slice of this granularity, so shapes seldom change
+LENGTH_MULTIPLE = 32  # positions; decode reads slices of this granularity, so shapes seldom change
 
 
 def round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
@@ -38,12 +38,15 @@ class SlotCache:
     """Keys and values `[L, N, K, T, D]`; grows geometrically in slots and positions up to its needs.
 
     Positions that were never written hold zeros: attention multiplies masked values by zero, and
-    uninitialised memory may hold NaN.
+    uninitialised memory may hold NaN. With `keys_by_channel` the keys' memory is `[L, N, K, D, T]`.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, keys_by_channel: bool = False
+    ) -> None:
         self._shape = (config.num_layers, config.num_kv_heads, config.head_dim)
         self._device, self._dtype = device, dtype
+        self._keys_by_channel = keys_by_channel
         self.keys = self._zeros(0, 0)
         self.values = self._zeros(0, 0)
 
@@ -66,10 +69,13 @@ class SlotCache:
         if num_slots <= self.num_slots and length <= self.length:
             return
         slots = self.num_slots if num_slots <= self.num_slots else max(num_slots, self.num_slots * 3 // 2, 16)
-        positions = self.length if length <= self.length else max(round_up(length), self.length * 3 // 2, 64)
+        grown = round_up(max(length, self.length * 3 // 2, 64))
+        positions = self.length if length <= self.length else grown
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)
             new = self._zeros(slots, positions)
+            if self._keys_by_channel and name == "keys":
+                new = new.view(*new.shape[:3], new.shape[4], new.shape[3]).transpose(3, 4)
             new[:, : old.shape[1], :, : old.shape[3]] = old
             setattr(self, name, new)
 

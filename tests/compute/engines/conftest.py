@@ -25,10 +25,10 @@ from megloom.compute.engines.batcher import Batcher
 from megloom.compute.engines.checkpoint import read_config, read_tensors
 from megloom.compute.engines.client import HttpEngine
 from megloom.compute.engines.live_request import LiveRequest
-from megloom.compute.engines.model import SlotModel, Weights, pack_weights
+from megloom.compute.engines.model import Weights, pack_weights
 from megloom.compute.engines.protocol import EngineInfo, GenerateRequest
+from megloom.compute.engines.runner import Runner, TorchRunner
 from megloom.compute.engines.server import EngineArgs, serve
-from megloom.compute.engines.slots import SlotCache
 
 VOCAB_SIZE, CONTEXT_LENGTH = 61, 4096
 CPU = torch.device("cpu")
@@ -128,9 +128,25 @@ def load_weights(folder: str, device: torch.device = CPU) -> Weights:
     return pack_weights(read_tensors(folder, config, device=device, dtype=torch.float32), config)
 
 
+def build_runner(kind: str, folder: str, device: str = "cpu") -> Runner:
+    """Returns a runner of a kind, "torch" or "compiled", over the model in a folder."""
+    config, place = read_config(folder), torch.device(device)
+    weights = load_weights(folder, place)
+    if kind == "torch":
+        return TorchRunner(config, weights, device=place, dtype=torch.float32)
+    compiled = pytest.importorskip("megloom.compute.engines.compiled", exc_type=ImportError)
+    assert compiled.unfit_reason(config, place, torch.float32) is None
+    return compiled.CompiledRunner(config, weights)
+
+
 @pytest.fixture(scope="session")
-def make_batcher() -> Callable[..., Batcher]:
-    """Returns `make(folder, max_slots=8, prefill_budget_tokens=64, version=0, device="cpu") -> Batcher`."""
+def make_runner() -> Callable[..., Runner]:
+    return build_runner
+
+
+@pytest.fixture(scope="session", params=["torch", "compiled"])
+def make_batcher(request: pytest.FixtureRequest) -> Callable[..., Batcher]:
+    """Returns `make(folder, max_slots=8, …, runner=None) -> Batcher`, for each kind of runner."""
 
     def make(
         folder: str,
@@ -138,16 +154,15 @@ def make_batcher() -> Callable[..., Batcher]:
         max_slots: int = 8,
         prefill_budget_tokens: int = 64,
         version: int = 0,
-        device: str = "cpu",
+        max_steps: int = 1,
+        runner: Runner | None = None,
     ) -> Batcher:
-        config, place = read_config(folder), torch.device(device)
         return Batcher(
-            SlotModel(config, load_weights(folder, place), device=place),
-            SlotCache(config, device=place, dtype=torch.float32),
+            runner or build_runner(request.param, folder),
             version=version,
             max_slots=max_slots,
             prefill_budget_tokens=prefill_budget_tokens,
-            device=place,
+            max_steps=max_steps,
         )
 
     return make
@@ -226,10 +241,10 @@ def start_engine(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., tup
         process = fork_server.Process(target=serve, args=(args,))
         process.start()
         processes.append(process)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 110
         while not address_file.exists():
             assert process.is_alive(), "the engine ended before it listened"
-            assert time.monotonic() < deadline, "the engine did not listen within 60 s"
+            assert time.monotonic() < deadline, "the engine did not listen within 110 s"
             time.sleep(0.005)
         address = json.loads(address_file.read_text())
         return f"http://{address['host']}:{address['port']}", process

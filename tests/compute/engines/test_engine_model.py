@@ -106,11 +106,14 @@ def test_retracted_requests_go_on_under_new_weights_as_if_prefilled_with_them(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_on_a_gpu_equal_those_on_the_cpu(name, save_model, make_batcher, make_live):
+def test_logprobs_on_a_gpu_equal_those_on_the_cpu(name, save_model, make_batcher, make_runner, make_live):
     architecture, overrides = MODELS[name]
     folder = save_model(11, architecture, **overrides)
     on_cpu = drain(make_batcher(folder, max_slots=6), random_requests(make_live, 20, 5))
-    on_gpu = drain(make_batcher(folder, max_slots=6, device="cuda"), random_requests(make_live, 20, 5))
+    on_gpu = drain(
+        make_batcher(folder, max_slots=6, runner=make_runner("torch", folder, "cuda")),
+        random_requests(make_live, 20, 5),
+    )
     by_rid = {request.rid: request for request in on_gpu}
     for request in on_cpu:
         twin = by_rid[request.rid]
