@@ -45,7 +45,8 @@ class SessionError(Exception):
 class Surroundings:
     """What a session is given: everything that touches the world, so that simulation can give other things.
 
-    `discard_uncommitted(policy, version)` removes weight versions above the committed one, `discard_state`
+    `discard_uncommitted(policy, version, state)` removes weight versions above the committed one and trainer
+    states other than the one that belongs to it, `discard_state`
     a trainer state that no ledger names any more.
     """
 
@@ -57,7 +58,7 @@ class Surroundings:
     wall_time: Callable[[], str]
     events: EventLog
     epoch: int
-    discard_uncommitted: Callable[[str, int], None]
+    discard_uncommitted: Callable[[str, int, str | None], None]
     discard_state: Callable[[str], None]
 
 
@@ -141,16 +142,17 @@ class BringUp:
         if not snapshot:
             for record in [*train, *held_out, *initial_versions(run)]:
                 run.store.record(record, step=0)
-        around.store.record(
-            provenance(
-                config=around.config,
-                plan=plan,
-                code_hash=code_hash,
-                epoch=around.epoch,
-                step=ledger.next_step,
-                started_at=around.wall_time(),
+        if ledger.next_step <= around.config.steps:  # else the run is done, and this start makes nothing
+            around.store.record(
+                provenance(
+                    config=around.config,
+                    plan=plan,
+                    code_hash=code_hash,
+                    epoch=around.epoch,
+                    step=ledger.next_step,
+                    started_at=around.wall_time(),
+                )
             )
-        )
         self.run = run
         return run, supervisor
 
@@ -202,12 +204,12 @@ class BringUp:
             ledger = snapshot.ledger
             async with asyncio.TaskGroup() as tasks:
                 for policy, entry in ledger.policies.items():
-                    self._around.discard_uncommitted(policy, entry.version)
+                    self._around.discard_uncommitted(policy, entry.version, entry.state_path)
                     load = trainers[policy].load(weights_uri=entry.uri, state_path=entry.state_path)
                     tasks.create_task(load, name=f"load:{policy}")
             return ledger
         for policy in trainers:  # what a start that never sealed step 0 left behind
-            self._around.discard_uncommitted(policy, -1)
+            self._around.discard_uncommitted(policy, -1, None)
         async with asyncio.TaskGroup() as tasks:
             created = {
                 policy: tasks.create_task(

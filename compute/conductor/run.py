@@ -50,8 +50,11 @@ class RunPaths:
     def weights(self, policy: str) -> str:
         return str(self.home / "store" / "weights" / self.run / policy)
 
+    def states(self, policy: str) -> str:
+        return str(self.home / "runs" / self.run / "state" / policy)
+
     def state(self, policy: str, step: int) -> str:
-        return str(self.home / "runs" / self.run / "state" / policy / f"s{step:06d}")
+        return f"{self.states(policy)}/s{step:06d}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -36,7 +36,7 @@ class Session:
         epoch: int,
         wall_time: Callable[[], str],
         write_events: Callable[[list[str]], None],
-        discard_uncommitted: Callable[[str, int], None],
+        discard_uncommitted: Callable[[str, int, str | None], None],
         discard_state: Callable[[str], None],
     ) -> None:
         self.config, self.paths, self.reports = config, paths, list[StepReport]()

@@ -15,7 +15,7 @@ from megloom.compute.conductor.local_backend import LocalBackend
 from megloom.compute.conductor.reports import ENDED
 from megloom.compute.conductor.run import RunPaths
 from megloom.compute.conductor.session import Session
-from megloom.compute.state.weights import discard_after
+from megloom.compute.state.weights import discard_after, discard_states
 from megloom.compute.store.offload import ThreadOffload
 from megloom.compute.store.sqlite_journal import SqliteJournal
 from megloom.compute.store.store import MegStore
@@ -110,8 +110,9 @@ class SessionTable:
                 with paths.events.open("a") as file:
                     file.writelines(f"{line}\n" for line in lines)
 
-            def discard_uncommitted(policy: str, version: int) -> None:
+            def discard_uncommitted(policy: str, version: int, state_path: str | None) -> None:
                 discard_after(Path(paths.weights(policy)), version)
+                discard_states(Path(paths.states(policy)), keep=state_path)
 
             session = Session(
                 config=config,

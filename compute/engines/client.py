@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 
 from megloom.compute.engines.protocol import (
     Completion,
@@ -86,7 +87,7 @@ def encode_request(request: GenerateRequest) -> bytes:
         "return_logprob": True,
         "training": request.training,
     }
-    return json.dumps(body, separators=(",", ":")).encode()
+    return orjson.dumps(body)
 
 
 def parse_version(text: Any, rid: str) -> int:
@@ -123,7 +124,7 @@ def decode_completion(body: bytes, request: GenerateRequest) -> Completion:
     """
     rid = request.rid
     try:
-        parsed = json.loads(body)
+        parsed = orjson.loads(body)
         meta = parsed["meta_info"]
         token_ids = tuple(parsed["output_ids"])
         triples = meta["output_token_logprobs"] if token_ids else ()

@@ -120,11 +120,13 @@ class ExecutionGraph:
     def set_prompt(self, invocation_id: str, prompt_ids: Sequence[int], *, now: float) -> bool:
         """Adds the prompt of a call; returns True if it became ready.
 
-        Raises: GraphError if parents are still pending: a prompt needs their answers.
+        Raises: GraphError if parents are pending, whose answers a prompt needs, or if it is not blocked.
         """
         vertex = self._vertices[invocation_id]
         if vertex.num_pending:
             raise GraphError(f"{invocation_id}: prompt sent while {vertex.num_pending} parents are pending")
+        if vertex.state is not InvocationState.BLOCKED:
+            raise GraphError(f"{invocation_id}: prompt sent to a call that is {vertex.state}")
         vertex.prompt_ids = tuple(prompt_ids)
         return self._make_ready_if_complete(vertex, now)
 

@@ -116,6 +116,7 @@ class TrainingView:
             return []
         if not 0 <= member < group.num_members:
             raise TrainingViewError(f"group {group_id}: member {member} of {group.num_members}")
+        self._refuse_known(calls)
         for call in calls:
             self._keep(group_id, group, call)
         group.ended.add(member)
@@ -124,6 +125,8 @@ class TrainingView:
         any_calls = any(group.calls.values())
         state = GroupState.COMPLETE if any_calls else GroupState.DISCARDED
         group.state = checked_move(group_id, group.state, state)
+        if not self._needs:
+            del self._groups[group_id]  # nothing is trained: nobody will take it
         return [ready for policy in self._needs if (ready := self._release(group_id, policy))]
 
     def has_call(self, invocation_id: str) -> bool:
@@ -198,13 +201,19 @@ class TrainingView:
             raise TrainingViewError(f"group {group_id} is not in the training view")
         return group
 
+    def _refuse_known(self, calls: Sequence[Candidate]) -> None:
+        seen: set[str] = set()
+        for call in calls:
+            name = call.vertex.invocation_id
+            if name in seen or name in self._group_of:
+                raise TrainingViewError(f"call {name} is in the training view already")
+            seen.add(name)
+
     def _keep(self, group_id: str, group: _Group, call: Candidate) -> None:
         vertex = call.vertex
         needs = self._needs.get(vertex.policy)
         if needs is None:
             return  # a frozen policy: recorded, never trained
-        if vertex.invocation_id in self._group_of:
-            raise TrainingViewError(f"call {vertex.invocation_id} is in the training view already")
         self._group_of[vertex.invocation_id] = (group_id, call)
         group.calls.setdefault(vertex.policy, []).append(call)
         pending = group.pending.setdefault(vertex.policy, set())

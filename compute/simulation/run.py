@@ -54,7 +54,7 @@ def simulate(
             epoch=1,
             wall_time=lambda: "simulated",
             write_events=events.extend,
-            discard_uncommitted=lambda policy, version: None,
+            discard_uncommitted=lambda policy, version, state_path: None,
             discard_state=lambda path: None,
         )
         await session.run()

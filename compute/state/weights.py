@@ -138,6 +138,15 @@ def discard_after(folder: Path, version: int) -> list[int]:
     return [number for number, _ in doomed]
 
 
+def discard_states(folder: Path, *, keep: str | None) -> list[str]:
+    """Deletes a policy's trainer states but the one at path `keep`, and killed writers'; their names."""
+    doomed = sorted(path for path in folder.glob("*") if str(path) != keep) if folder.is_dir() else []
+    doomed += sorted(folder.glob(".s*.tmp"))
+    for path in dict.fromkeys(doomed):
+        path.unlink(missing_ok=True)
+    return [path.name for path in dict.fromkeys(doomed)]
+
+
 def is_complete(folder: Path) -> bool:
     """True if the version was published to the end."""
     return (folder / DONE_FILE).is_file()

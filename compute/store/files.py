@@ -19,6 +19,8 @@ import fsspec
 from megloom.compute.store.draft import Draft
 from megloom.compute.store.errors import StoreError
 
+DRAFT = ".draft-"  # how the names of files in the making begin
+
 
 class Folder:
     """Files by their path relative to `root`. Missing files raise `FileNotFoundError`.
@@ -68,7 +70,7 @@ class Folder:
                 return
             target = Path(full)
             target.parent.mkdir(parents=True, exist_ok=True)
-            draft = target.with_name(f".draft-{uuid.uuid4().hex}")
+            draft = target.with_name(f"{DRAFT}{uuid.uuid4().hex}")
             try:
                 draft.write_bytes(data)
                 os.link(draft, target)  # unlike a rename, a link never replaces
@@ -85,7 +87,7 @@ class Folder:
             finally:
                 draft.discard()
             return
-        path = Path(self._full(where)) / f".draft-{uuid.uuid4().hex}"
+        path = Path(self._full(where)) / f"{DRAFT}{uuid.uuid4().hex}"
         with self._named("write", where, missing=False):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("xb", buffering=0)

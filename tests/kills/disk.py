@@ -1,9 +1,10 @@
 """What a dead session left on the disk, and what must hold of it.
 
 The contract. A record is *promised* once `flush` or `seal` has returned. From then on it is in the journal or
-in a sealed step, unchanged, until a later start discards the open step and does it again: only sealed steps
-are history. So a promise of the last life must be on the disk now, one of an earlier life only if its step
-was sealed. A manifest, once there, never changes. The newest one names weights and states that are there.
+in a sealed step, unchanged, until a later start takes over the open step: it keeps what it can use of it and
+discards the rest to do it again, so only sealed steps are history. A promise of the last life must be on the
+disk now, one of an earlier life only if its step was sealed. A manifest, once there, never changes. The
+newest one names weights and states that are there.
 """
 
 from __future__ import annotations
@@ -164,10 +165,11 @@ def check_same_run(disk: Disk, undisturbed: Disk, home: Path, undisturbed_home: 
     assert _tasks(disk) == _tasks(undisturbed), "other tasks were trained"
     assert _samples(disk) == _samples(undisturbed), "other samples were trained"
     assert _ledgers(disk, home) == _ledgers(undisturbed, undisturbed_home), "the ledgers differ"
-    # A start that finds the run finished notes itself and seals nothing.
-    left = {table for table, _ in disk.journal} - {"provenance"}
+    left = {table for table, _ in disk.journal}
     assert not left, f"the journal of a finished run holds {left}"
-    assert _weight_files(home) == _weight_files(undisturbed_home), "a killed writer's files were left behind"
+    for folder in (Path("store", "weights"), Path("runs", RUN, "state")):
+        left_files = _files(home / folder) - _files(undisturbed_home / folder)
+        assert not left_files, f"killed writers left {sorted(left_files)} in {folder}"
 
 
 def _tasks(disk: Disk) -> Counter[tuple[int, str, str]]:
@@ -188,6 +190,5 @@ def _ledgers(disk: Disk, home: Path) -> dict[int, str]:
     }
 
 
-def _weight_files(home: Path) -> set[str]:
-    folder = Path(RunPaths(home=home, run=RUN).store_root) / "weights"
+def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

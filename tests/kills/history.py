@@ -35,12 +35,13 @@ def undisturbed(nursery: Nursery, home: Path, *, steps: int, seed: int) -> Undis
     assert lived.end["state"] == "finished", lived.end
     disk = read_disk(home)
     assert disk.last_step == steps
+    again = nursery.live(replace(order, home=str(home / "again")))  # the first life pays for cold caches
     return Undisturbed(
         home=home,
         order=order,
         disk=disk,
         operations=tuple(lived.end["operations"]),
-        seconds=lived.seconds,
+        seconds=min(lived.seconds, again.seconds),
     )
 
 

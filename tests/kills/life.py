@@ -22,7 +22,7 @@ from megloom.compute.simulation.backend import Faults
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.clock import run_virtual
 from megloom.compute.simulation.team import simulated_team
-from megloom.compute.state.weights import discard_after
+from megloom.compute.state.weights import discard_after, discard_states
 from megloom.compute.store.journal import Journal
 from megloom.compute.store.manifest import Manifest
 from megloom.compute.store.sqlite_journal import SqliteJournal
@@ -127,15 +127,16 @@ async def _session(order: Order, paths: RunPaths, wire: Tripwire, tell: Tell) ->
             epoch=order.epoch,
             wall_time=lambda: "simulated",
             write_events=lambda lines: None,
-            discard_uncommitted=lambda policy, version: _discard(paths, policy, version),
+            discard_uncommitted=lambda policy, version, state: _discard(paths, policy, version, state),
             discard_state=lambda path: Path(path).unlink(missing_ok=True),
         )
         await session.run()
     return session
 
 
-def _discard(paths: RunPaths, policy: str, version: int) -> None:
+def _discard(paths: RunPaths, policy: str, version: int, state_path: str | None) -> None:
     discard_after(Path(paths.weights(policy)), version)
+    discard_states(Path(paths.states(policy)), keep=state_path)
 
 
 def line_writer(descriptor: int) -> Tell:

@@ -127,6 +127,21 @@ def test_a_group_is_taken_once_and_leaves_when_every_policy_has_taken_it() -> No
     view.open_group("g", num_members=1)
 
 
+def test_where_no_policy_is_trained_nothing_is_kept() -> None:
+    view = TrainingView({})
+    view.open_group("g", num_members=1)
+    assert view.member_ended("g", 0, 0, [candidate("a")]) == [] and len(view) == 0
+    view.open_group("g", num_members=1)
+
+
+def test_a_list_with_a_known_call_is_refused_whole() -> None:
+    view = view_with_group()
+    view.member_ended("g", 0, 0, [candidate("a")])
+    with pytest.raises(TrainingViewError, match="call a is in the training view already"):
+        view.member_ended("g", 1, 0, [candidate("b"), candidate("a")])
+    assert view.member_ended("g", 1, 0, [candidate("b")]) == [("solver", "g")]
+
+
 def test_errors_name_the_group_the_member_or_the_call() -> None:
     view = view_with_group(1)
     with pytest.raises(TrainingViewError, match="group g is open already"):

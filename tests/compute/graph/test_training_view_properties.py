@@ -151,7 +151,17 @@ class TrainingViewMachine(RuleBasedStateMachine):
     def end_the_other_members(self, data: st.DataObject, calls: list[Drawn]) -> None:
         name = data.draw(st.sampled_from(sorted(self.now.groups)))
         for member in set(range(self.opened[name])) - self.now.groups[name].ended:
-            self.end(name, member, 2, calls)
+            self.end(name, member, self.now.groups[name].newest.get(member, 0), calls)
+
+    @precondition(lambda self: self.now.groups)
+    @rule(data=st.data(), calls=CALLS)
+    def end_a_lost_attempt(self, data: st.DataObject, calls: list[Drawn]) -> None:
+        """An older attempt sends its calls after a newer one has begun."""
+        name, member = self.pick_member(data, self.now.groups)
+        newest = self.now.groups[name].newest.get(member, 0)
+        self.view.begin_attempt(name, member, newest + 1)
+        self.now.play("attempt", name, member, newest + 1)
+        self.end(name, member, newest, calls)
 
     def end(self, name: str, member: int, attempt: int, drawn: list[Drawn]) -> None:
         calls, told = [], {}
@@ -205,7 +215,7 @@ class TrainingViewMachine(RuleBasedStateMachine):
         if free and self.now.kept():
             twice = candidate(self.now.kept()[0], "solver", min(free), set(), None)
             with pytest.raises(TrainingViewError, match="in the training view already"):
-                self.view.member_ended(name, min(free), 2, [twice])
+                self.view.member_ended(name, min(free), 99, [twice])
 
     @rule(policy=st.sampled_from(sorted(NEEDS)), version=st.one_of(st.none(), st.integers(0, 2)))
     def read_the_table(self, policy: str, version: int | None) -> None:
@@ -257,5 +267,6 @@ def candidate(name: str, policy: str, member: int, ready: set[str], version: int
     return Candidate(vertex=vertex, member=member, reward=1.0)
 
 
-TestTrainingView = TrainingViewMachine.TestCase
+# A failure is made small before it is shown, which takes up to five minutes.
+TestTrainingView = pytest.mark.timeout(400)(TrainingViewMachine.TestCase)
 TestTrainingView.settings = settings(deadline=None, stateful_step_count=60)

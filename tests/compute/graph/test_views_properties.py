@@ -272,5 +272,6 @@ def refused(error: type[Exception], act: Callable[..., Any], *args: Any, **keywo
         act(*args, **keywords)
 
 
-TestRolloutView = RolloutViewMachine.TestCase
+# A failure is made small before it is shown, which takes up to five minutes.
+TestRolloutView = pytest.mark.timeout(400)(RolloutViewMachine.TestCase)
 TestRolloutView.settings = settings(deadline=None, stateful_step_count=60)

@@ -17,6 +17,7 @@ from megloom.compute.state.weights import (
     WeightManifest,
     WeightsError,
     discard_after,
+    discard_states,
     newest_complete,
     put_version,
     read_manifest,
@@ -135,6 +136,16 @@ def test_versions_after_the_committed_one_are_discarded(tmp_path: Path) -> None:
     assert discard_after(tmp_path, 1) == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000000", "v000001"]
     assert discard_after(tmp_path / "absent", 0) == []
+
+
+def test_states_other_than_the_committed_one_are_discarded(tmp_path: Path) -> None:
+    for name in ("s000001", "s000002", "s000003", ".s000004.77.tmp"):
+        (tmp_path / name).write_bytes(b"state")
+    gone = discard_states(tmp_path, keep=str(tmp_path / "s000002"))
+    assert sorted(gone) == [".s000004.77.tmp", "s000001", "s000003"]
+    assert [path.name for path in tmp_path.iterdir()] == ["s000002"]
+    assert discard_states(tmp_path, keep=None) == ["s000002"]
+    assert discard_states(tmp_path / "absent", keep=None) == []
 
 
 def test_a_negative_version_is_refused(tmp_path: Path) -> None:

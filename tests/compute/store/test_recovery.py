@@ -16,13 +16,14 @@ def test_files_of_later_steps_go_and_those_of_sealed_ones_stay(root: str, build:
     write_step(folder, "r", 1, [build.edge()], None, {})
     folder.write("meg/r/step=000001/dropped.json", b"{}")
     before = folder.names("meg/r/step=000001")
+    folder.write("meg/r/step=000001/.draft-x", b"left by a kill after the manifest")
     for name in ("edges-0123456789ab.parquet", ".draft-x", ".manifest.json.1.2"):
         folder.write(f"meg/r/step=000002/{name}", b"half")
     folder.write("meg/r/step=000012/edges.parquet", b"half")
     folder.write("meg/r/writers/000001.json", b"{}")
     folder.write("meg/other/step=000002/edges.parquet", b"another run's")
     removed = remove_orphans(folder, "r", 1)
-    assert len(removed) == 4
+    assert len(removed) == 5
     assert (folder.names("meg/r/step=000002"), folder.names("meg/r/step=000012")) == ([], [])
     assert folder.names("meg/r/step=000001") == before
     assert folder.names("meg/r/writers") == ["000001.json"]
