@@ -26,6 +26,7 @@ COMPUTE = (  # from the ground up; a package may import those before it, and its
     "trainers",
     "rewards",
     "rollout",
+    "gateway",
     "conductor",
     "simulation",
     "report",

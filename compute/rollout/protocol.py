@@ -33,6 +33,15 @@ class WorkloadPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where an episode's programs call: `openai_url` ends with `/v1`, `anthropic_url` stands before it."""
+
+    openai_url: str
+    anthropic_url: str
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOrder:
     """`attempt` counts starts of the same episode; invocation ids contain it."""
 
