@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megloom.export_command import add_store, store_root
 
 if TYPE_CHECKING:
-    from megloom.compute.store.lineage_episode import EpisodeCalls
+    from megloom.compute.store.lineage.episode import EpisodeCalls
 
 BAD_INPUT = 2
 _Ask = Callable[[argparse.Namespace, str], None]
@@ -95,41 +95,41 @@ def _answered(ask: _Ask, arguments: argparse.Namespace) -> int:
 
 
 def _version(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage import version_lineage
-    from megloom.compute.store.lineage_text import lineage_text
-    from megloom.compute.store.lineage_versions import parse_version
+    from megloom.compute.store.lineage.backward import version_lineage
+    from megloom.compute.store.lineage.text import lineage_text
+    from megloom.compute.store.lineage.versions import parse_version
 
     policy, version = parse_version(arguments.version)
     _print(arguments, version_lineage(root, arguments.run, policy, version), lineage_text)
 
 
 def _task(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_forward import task_influence
-    from megloom.compute.store.lineage_text import influence_text
+    from megloom.compute.store.lineage.forward import task_influence
+    from megloom.compute.store.lineage.text import influence_text
 
     _print(arguments, task_influence(root, arguments.run, arguments.task), influence_text)
 
 
 def _reward(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_forward import reward_influence
-    from megloom.compute.store.lineage_text import influence_text
+    from megloom.compute.store.lineage.forward import reward_influence
+    from megloom.compute.store.lineage.text import influence_text
 
     _print(arguments, reward_influence(root, arguments.run, arguments.reward), influence_text)
 
 
 def _diff(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_diff import lineage_diff
-    from megloom.compute.store.lineage_text import diff_text
-    from megloom.compute.store.lineage_versions import parse_version
+    from megloom.compute.store.lineage.diff import lineage_diff
+    from megloom.compute.store.lineage.text import diff_text
+    from megloom.compute.store.lineage.versions import parse_version
 
     one, other = parse_version(arguments.one), parse_version(arguments.other)
     _print(arguments, lineage_diff(root, arguments.run, one, other), diff_text)
 
 
 def _path(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_path import lineage_path
-    from megloom.compute.store.lineage_text import path_text
-    from megloom.compute.store.lineage_versions import parse_version
+    from megloom.compute.store.lineage.path import lineage_path
+    from megloom.compute.store.lineage.text import path_text
+    from megloom.compute.store.lineage.versions import parse_version
 
     version = parse_version(arguments.version)
     _print(arguments, lineage_path(root, arguments.run, arguments.sample, version), path_text)
@@ -137,8 +137,8 @@ def _path(arguments: argparse.Namespace, root: str) -> None:
 
 def _episode(arguments: argparse.Namespace, root: str) -> None:
     from megloom.compute.report.episode import episode_graph
-    from megloom.compute.store.lineage_episode import episode_calls
-    from megloom.compute.store.lineage_text import episode_text
+    from megloom.compute.store.lineage.episode import episode_calls
+    from megloom.compute.store.lineage.text import episode_text
 
     answer = episode_calls(root, arguments.run, arguments.episode)
     path = Path(arguments.svg or f"{answer.episode.episode_id}.svg")
@@ -165,8 +165,8 @@ def _story(answer: EpisodeCalls) -> Any:
 
 
 def _sql(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_sql import query
-    from megloom.compute.store.lineage_table import rows_text
+    from megloom.compute.store.lineage.sql import query
+    from megloom.compute.store.lineage.table import rows_text
 
     max_rows = None if arguments.json else arguments.rows
     found = query(root, arguments.run, arguments.query, max_rows=max_rows, verify=arguments.verify)
@@ -178,7 +178,7 @@ def _sql(arguments: argparse.Namespace, root: str) -> None:
 
 
 def _views(arguments: argparse.Namespace, root: str) -> None:
-    from megloom.compute.store.lineage_sql import write_views
+    from megloom.compute.store.lineage.sql import write_views
 
     names = write_views(root, arguments.run, Path(arguments.path), verify=arguments.verify)
     if arguments.json:
@@ -188,6 +188,6 @@ def _views(arguments: argparse.Namespace, root: str) -> None:
 
 
 def _print(arguments: argparse.Namespace, answer: Any, text: Callable[[Any, int], str]) -> None:
-    from megloom.compute.store.lineage_text import lineage_json
+    from megloom.compute.store.lineage.text import lineage_json
 
     print(lineage_json(answer) if arguments.json else text(answer, arguments.rows))

@@ -15,8 +15,8 @@ from megloom.compute.graph.schemas import from_table
 from megloom.compute.report.curves import Panel
 from megloom.compute.report.episode import EpisodeStory
 from megloom.compute.report.page import Headline, Page, Table, render_page
-from megloom.compute.store.lineage import version_lineage
-from megloom.compute.store.lineage_text import lineage_text
+from megloom.compute.store.lineage.backward import version_lineage
+from megloom.compute.store.lineage.text import lineage_text
 from megloom.compute.store.reader import MegReader
 
 Points = list[tuple[float, float | None]]

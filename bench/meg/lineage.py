@@ -30,9 +30,9 @@ import pyarrow.compute as pc
 from megloom.compute.graph.records import MicroBatchRecord, PolicyVersionRecord, ProvenanceRecord
 from megloom.compute.graph.schemas import SCHEMAS, to_table
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import compact
-from megloom.compute.store.lineage import version_lineage
-from megloom.compute.store.lineage_forward import task_influence
+from megloom.compute.store.lineage.backward import version_lineage
+from megloom.compute.store.lineage.compaction import compact
+from megloom.compute.store.lineage.forward import task_influence
 from megloom.compute.store.seal import write_rows
 
 RUN = "long"

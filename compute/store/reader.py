@@ -17,7 +17,7 @@ from megloom.compute.graph.upgrades import upgraded
 from megloom.compute.store.dropped import read_dropped
 from megloom.compute.store.errors import CorruptFile, TokensDropped
 from megloom.compute.store.files import Folder, file_digest
-from megloom.compute.store.index_tables import INDEX_SCHEMAS
+from megloom.compute.store.lineage.index_tables import INDEX_SCHEMAS
 from megloom.compute.store.manifest import (
     MANIFEST,
     MEG,

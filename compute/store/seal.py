@@ -21,8 +21,8 @@ from megloom.compute.graph.schemas import SCHEMAS, to_table
 from megloom.compute.store.draft import Draft
 from megloom.compute.store.errors import StoreError
 from megloom.compute.store.files import Folder, file_digest
-from megloom.compute.store.index_blocks import index_bytes
-from megloom.compute.store.index_tables import INDEX_SOURCES, step_index
+from megloom.compute.store.lineage.blocks import index_bytes
+from megloom.compute.store.lineage.index_tables import INDEX_SOURCES, step_index
 from megloom.compute.store.manifest import (
     MANIFEST,
     Manifest,

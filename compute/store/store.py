@@ -14,8 +14,8 @@ from typing import Any
 from megloom.compute.graph.records import TABLE_OF
 from megloom.compute.store.errors import StoreError
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import compact
 from megloom.compute.store.journal import Journal
+from megloom.compute.store.lineage.compaction import compact
 from megloom.compute.store.manifest import Manifest, path_name
 from megloom.compute.store.offload import Offload
 from megloom.compute.store.reader import MegReader

@@ -14,7 +14,7 @@ from megloom.compute.store import seal
 from megloom.compute.store.draft import Draft
 from megloom.compute.store.errors import StoreError
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index_tables import INDEX_SCHEMAS
+from megloom.compute.store.lineage.index_tables import INDEX_SCHEMAS
 from megloom.compute.store.manifest import Manifest
 from megloom.compute.store.offload import InlineOffload
 from megloom.compute.store.reader import MegReader

@@ -5,17 +5,17 @@ from typing import Any
 
 import duckdb
 import pytest
+from tests.compute.store.lineage.test_backward import file_of, step_0, step_1, step_2
 
 from megloom.compute.graph.schemas import SCHEMAS
 from megloom.compute.store.dropped import DROPPED
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import compact
-from megloom.compute.store.lineage_sql import BadQuery, query, views, write_views
+from megloom.compute.store.lineage.compaction import compact
+from megloom.compute.store.lineage.sql import BadQuery, query, views, write_views
 from megloom.compute.store.seal import write_step
-from tests.compute.store.test_lineage import file_of, step_0, step_1, step_2
 
-V1 = str(Path(__file__).parents[2] / "data" / "meg_v1")
+V1 = str(Path(__file__).parents[3] / "data" / "meg_v1")
 
 
 def seal(root: str, build: Any) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megloom.compute.graph.closure import hops_from
-from megloom.compute.store.index_reader import RunIndex
-from megloom.compute.store.lineage import Ancestor, TaskUse, ancestor, task_prompts
-from megloom.compute.store.lineage_forward import tasks_of
-from megloom.compute.store.lineage_versions import VersionGraph, VersionKey, VersionName
+from megloom.compute.store.lineage.backward import Ancestor, TaskUse, ancestor, task_prompts
+from megloom.compute.store.lineage.forward import tasks_of
+from megloom.compute.store.lineage.run_index import RunIndex
+from megloom.compute.store.lineage.versions import VersionGraph, VersionKey, VersionName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

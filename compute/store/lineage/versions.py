@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megloom.compute.store.index_reader import RunIndex, did_you_mean
+from megloom.compute.store.lineage.run_index import RunIndex, did_you_mean
 
 VersionKey = tuple[str, int]
 VersionName = tuple[str, int | Literal["last"]]

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import compact
-from megloom.compute.store.lineage import version_lineage
-from megloom.compute.store.lineage_diff import lineage_diff
-from megloom.compute.store.lineage_forward import reward_influence, task_influence
-from megloom.compute.store.lineage_path import lineage_path
+from megloom.compute.store.lineage.backward import version_lineage
+from megloom.compute.store.lineage.compaction import compact
+from megloom.compute.store.lineage.diff import lineage_diff
+from megloom.compute.store.lineage.forward import reward_influence, task_influence
+from megloom.compute.store.lineage.path import lineage_path
 from megloom.compute.store.seal import write_step
-from tests.compute.store.lineage_runs import POLICIES, Raw, random_run
+from tests.compute.store.lineage.runs import POLICIES, Raw, random_run
 
 places = count()  # each example has a store of its own
 

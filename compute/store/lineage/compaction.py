@@ -11,7 +11,7 @@ import contextlib
 import pyarrow as pa
 
 from megloom.compute.store.files import Folder, file_digest
-from megloom.compute.store.index_blocks import (
+from megloom.compute.store.lineage.blocks import (
     FAN_OUT,
     Block,
     Window,
@@ -22,8 +22,8 @@ from megloom.compute.store.index_blocks import (
     window_of,
     windows_in,
 )
-from megloom.compute.store.index_parts import RARE_TABLES, Part, block_part, step_part
-from megloom.compute.store.index_tables import BLOCK_SCHEMAS, INDEX_SCHEMAS, sorted_index, step_index
+from megloom.compute.store.lineage.index_tables import BLOCK_SCHEMAS, INDEX_SCHEMAS, sorted_index, step_index
+from megloom.compute.store.lineage.parts import RARE_TABLES, Part, block_part, step_part
 from megloom.compute.store.manifest import SealedFile, run_folder, step_of
 
 __all__ = ["INDEX_SCHEMAS", "compact", "index_bytes", "step_index"]

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index_blocks import cover, index_folder, windows_in
-from megloom.compute.store.index_parts import Part, block_part, step_part
-from megloom.compute.store.index_tables import BLOCK_SCHEMAS
+from megloom.compute.store.lineage.blocks import cover, index_folder, windows_in
+from megloom.compute.store.lineage.index_tables import BLOCK_SCHEMAS
+from megloom.compute.store.lineage.parts import Part, block_part, step_part
 from megloom.compute.store.manifest import SealedFile, run_folder, step_of
 from megloom.compute.store.reader import MegReader
 

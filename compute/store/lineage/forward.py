@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from megloom.compute.graph.closure import hops_from
-from megloom.compute.store.index_reader import RunIndex, did_you_mean
-from megloom.compute.store.lineage import task_prompts
-from megloom.compute.store.lineage_versions import VersionGraph, VersionKey
+from megloom.compute.store.lineage.backward import task_prompts
+from megloom.compute.store.lineage.run_index import RunIndex, did_you_mean
+from megloom.compute.store.lineage.versions import VersionGraph, VersionKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

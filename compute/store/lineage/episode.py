@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from megloom.compute.graph.ids import episode_of_id, step_of_id
 from megloom.compute.graph.records import EdgeRecord, EpisodeRecord, InvocationRecord, TaskRecord
 from megloom.compute.graph.schemas import from_table
-from megloom.compute.store.index_reader import RunIndex, did_you_mean
+from megloom.compute.store.lineage.run_index import RunIndex, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

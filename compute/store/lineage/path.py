@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 
 from megloom.compute.graph.closure import shortest_path
 from megloom.compute.graph.ids import step_of_id
-from megloom.compute.store.index_reader import RunIndex
-from megloom.compute.store.lineage import micro_batches_of
-from megloom.compute.store.lineage_versions import VersionEdge, VersionGraph, VersionKey, VersionName
+from megloom.compute.store.lineage.backward import micro_batches_of
+from megloom.compute.store.lineage.run_index import RunIndex
+from megloom.compute.store.lineage.versions import VersionEdge, VersionGraph, VersionKey, VersionName
 
 _COLUMNS = ("sample_id", "kind", "state", "policy", "agent", "advantage")
 

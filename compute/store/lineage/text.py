@@ -11,12 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from megloom.compute.graph.records import InvocationRecord, MicroBatchRecord
-from megloom.compute.store.lineage import Ancestor, DirectSample, VersionLineage
-from megloom.compute.store.lineage_diff import LineageDiff, Side
-from megloom.compute.store.lineage_episode import EpisodeCalls
-from megloom.compute.store.lineage_forward import Influence
-from megloom.compute.store.lineage_path import LineagePath
-from megloom.compute.store.lineage_table import section, show, span, table
+from megloom.compute.store.lineage.backward import Ancestor, DirectSample, VersionLineage
+from megloom.compute.store.lineage.diff import LineageDiff, Side
+from megloom.compute.store.lineage.episode import EpisodeCalls
+from megloom.compute.store.lineage.forward import Influence
+from megloom.compute.store.lineage.path import LineagePath
+from megloom.compute.store.lineage.table import section, show, span, table
 
 
 def lineage_json(answer: Any) -> str:

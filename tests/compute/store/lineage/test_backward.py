@@ -16,11 +16,11 @@ import pytest
 from megloom.compute.graph.records import ProvenanceRecord
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import compact
-from megloom.compute.store.lineage import VersionLineage, version_lineage
-from megloom.compute.store.lineage_versions import parse_version
+from megloom.compute.store.lineage.backward import VersionLineage, version_lineage
+from megloom.compute.store.lineage.compaction import compact
+from megloom.compute.store.lineage.versions import parse_version
 from megloom.compute.store.seal import write_step
-from tests.compute.store.lineage_runs import random_run
+from tests.compute.store.lineage.runs import random_run
 
 
 def step_0(build: Any) -> list[Any]:

@@ -13,15 +13,15 @@ import pytest
 from megloom.compute.graph.schemas import to_table
 from megloom.compute.store.errors import CorruptFile, StoreError
 from megloom.compute.store.files import Folder
-from megloom.compute.store.index import INDEX_SCHEMAS, compact, step_index
-from megloom.compute.store.index_blocks import Window, cover, parse_block, window_of, windows_in
-from megloom.compute.store.index_reader import RunIndex
-from megloom.compute.store.lineage import version_lineage
+from megloom.compute.store.lineage.backward import version_lineage
+from megloom.compute.store.lineage.blocks import Window, cover, parse_block, window_of, windows_in
+from megloom.compute.store.lineage.compaction import INDEX_SCHEMAS, compact, step_index
+from megloom.compute.store.lineage.run_index import RunIndex
 from megloom.compute.store.seal import write_step
-from tests.compute.store.lineage_runs import random_run
+from tests.compute.store.lineage.runs import random_run
 
 INDEX = "meg/r/index"
-V1 = Path(__file__).parents[2] / "data" / "meg_v1"
+V1 = Path(__file__).parents[3] / "data" / "meg_v1"
 
 
 class Killed(Exception):

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from megloom.compute.store.files import Folder
-from megloom.compute.store.lineage_episode import episode_calls
-from megloom.compute.store.lineage_text import episode_text
+from megloom.compute.store.lineage.episode import episode_calls
+from megloom.compute.store.lineage.text import episode_text
 from megloom.compute.store.seal import write_step
 
 EPISODE = "g000001-0000-m000"
-V1 = str(Path(__file__).parents[2] / "data" / "meg_v1")
+V1 = str(Path(__file__).parents[3] / "data" / "meg_v1")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import Folder, file_digest
-from megloom.compute.store.index_blocks import Block, Window, block_path, index_folder, parse_block
-from megloom.compute.store.index_tables import (
+from megloom.compute.store.lineage.blocks import Block, Window, block_path, index_folder, parse_block
+from megloom.compute.store.lineage.index_tables import (
     BLOCK_SCHEMAS,
     FILES,
     INDEX_SCHEMAS,

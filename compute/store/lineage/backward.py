@@ -21,8 +21,8 @@ from megloom.compute.graph.closure import hops_from
 from megloom.compute.graph.records import MicroBatchRecord, PolicyVersionRecord, ProvenanceRecord
 from megloom.compute.graph.schemas import from_table
 from megloom.compute.store.errors import CorruptFile
-from megloom.compute.store.index_reader import RunIndex
-from megloom.compute.store.lineage_versions import VersionEdge, VersionGraph, VersionKey, VersionRow
+from megloom.compute.store.lineage.run_index import RunIndex
+from megloom.compute.store.lineage.versions import VersionEdge, VersionGraph, VersionKey, VersionRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

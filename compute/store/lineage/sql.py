@@ -21,8 +21,8 @@ from megloom.compute.graph.schemas import SCHEMA_VERSION, SCHEMAS
 from megloom.compute.store.dropped import DROPPED
 from megloom.compute.store.errors import CorruptFile
 from megloom.compute.store.files import file_digest
-from megloom.compute.store.index_reader import RunIndex
-from megloom.compute.store.index_tables import FILES, INDEX_SCHEMAS
+from megloom.compute.store.lineage.index_tables import FILES, INDEX_SCHEMAS
+from megloom.compute.store.lineage.run_index import RunIndex
 from megloom.compute.store.manifest import run_folder, step_folder
 
 INDEX_VIEWS = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megloom.compute.graph.records import ProvenanceRecord
-from megloom.compute.store.lineage import Ancestor, DirectSample, TaskUse, VersionLineage
-from megloom.compute.store.lineage_text import lineage_json, lineage_text
-from megloom.compute.store.lineage_versions import VersionEdge
+from megloom.compute.store.lineage.backward import Ancestor, DirectSample, TaskUse, VersionLineage
+from megloom.compute.store.lineage.text import lineage_json, lineage_text
+from megloom.compute.store.lineage.versions import VersionEdge
 
 
 def sample(sample_id: str, advantage: float, **overrides: Any) -> DirectSample:
