@@ -1,16 +1,22 @@
 """Chat messages to token ids and back, with `tokenizers` and Jinja only (no torch, no transformers).
 
 Reads what `save_pretrained` writes: `tokenizer.json`, `tokenizer_config.json`, and the chat template in
-either or in `chat_template.jinja`. Parity with `AutoTokenizer.apply_chat_template` is a test.
+either or in `chat_template.jinja`. Parity with `AutoTokenizer.apply_chat_template` is a test, tools included.
+One thing differs on purpose: a template that asks for the date gets the day on which it was loaded, so that
+no prompt changes at midnight.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -23,6 +29,18 @@ class ChatError(ValueError):
     """A tokenizer directory or a prompt that cannot be rendered."""
 
 
+# The special words that templates may name, as tokenizer_config.json spells them.
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
 class Chat:
     """One policy's tokenizer and template. `stop_ids` end an answer."""
 
@@ -30,12 +48,8 @@ class Chat:
         config = json.loads((directory / "tokenizer_config.json").read_text())
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         template = _read_template(directory, config)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        self._template = environment.from_string(template)
-        self._names = {
-            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
-        }
+        self._template = _environment().from_string(template)
+        self._names = {name: _token_text(config.get(name)) for name in NAMED_TOKENS}
         self.stop_ids = self._find_stops(directory)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -43,20 +57,54 @@ class Chat:
 
         Raises: ChatError if a message lacks a role or content, or the template refuses it.
         """
-        messages = chat_messages(prompt)
+        return self.encode_text(self.render(chat_messages(prompt)))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation. `tools` are JSON schemas, `variables` what else the template asks for.
+
+        Raises: ChatError if the template refuses the messages.
+        """
         names = {name: text for name, text in self._names.items() if text is not None}
-        text = self._template.render(messages=messages, add_generation_prompt=True, **names)
-        return self._encode(text)
+        given = {**names, **(variables or {})}
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            )
+        except ChatError:
+            raise
+        # What a template's own expressions raise where a message lacks what they read.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatError(f"chat template: {type(error).__name__}: {error}") from None
 
     def encode_answer(self, answer: str) -> tuple[int, ...]:
         """The ids of an answer to imitate, its stop token included."""
-        return (*self._encode(answer), self.stop_ids[0])
+        return (*self.encode_text(answer), self.stop_ids[0])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, special tokens left out. A view: ids stay the truth."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens that `decode` leaves out."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """The ids of a text as it stands; special tokens in it are read as such."""
         # Datasets may hold lone surrogates; tokenizers take valid Unicode only.
         return tuple(self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids)
 
@@ -101,6 +149,39 @@ def recorded_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         except (TypeError, ValueError) as error:
             raise ChatError(f"message {position}: cannot be recorded as JSON ({error})") from None
     return tuple(recorded)
+
+
+class _Generation(Extension):
+    """Templates mark what a model wrote with `{% generation %}`; rendering passes through it."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = datetime.now().strftime
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models have seen it in training: Jinja's own filter escapes `<` and sorts the keys."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
