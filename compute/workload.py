@@ -8,6 +8,8 @@ A system is one file under `pipelines/systems/` with a module attribute, named t
         tries = [team.solver(task.prompt, plan) for _ in range(3)]   # passing a call into a call is an edge
         return await team.verifier(task.prompt, *tries)
 
+A finished program joins in with `await team.run(["program"], agent="coder")`, a client library in the
+workflow with `team.endpoint("coder")`; both need `uses_gateway=True`.
 User code runs in workload workers only; nothing here imports torch.
 """
 
@@ -122,6 +124,9 @@ class Training(Closed):
     tasks_per_step: int = Field(ge=1)
     group_size: int = Field(ge=2)
     micro_batch_groups: int = Field(default=4, ge=1, description="complete groups in one micro-batch")
+    paths_per_episode: int | None = Field(
+        default=5, ge=1, description="training paths of one episode and policy, None for all"
+    )
     warm_examples: int = Field(default=0, ge=0, description="demonstrations per policy in the warm start")
     warm_batch: int = Field(default=64, ge=1, description="demonstrations per optimizer step")
     eval_every: int = Field(default=0, ge=0, description="steps between small evaluations, 0 for none")
@@ -130,6 +135,7 @@ class Training(Closed):
     episode_timeout_s: float = Field(default=120.0, gt=0)
     call_timeout_s: float = Field(default=60.0, gt=0)
     field_timeout_s: float = Field(default=120.0, gt=0, description="wait of an ended group for fields")
+    reward_retries: int = Field(default=2, ge=0, description="more tries of a reward function that raises")
 
 
 class Task(Protocol):
@@ -166,10 +172,78 @@ class CallFailed(Exception):
     """An agent call ended without an answer; the message names the call and the cause."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentEndpoint:
+    """Where a client reaches an agent: `model` is its name, `token` the API key.
+
+    `openai_url` ends with `/v1`; `anthropic_url` stands before it, as that client adds the rest.
+    """
+
+    openai_url: str
+    anthropic_url: str
+    token: str
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramLimits:
+    """What a program may use. Its directory is looked at a few times a second, its files are capped by the
+    kernel; `memory_bytes` (address space) and `cpu_s` hold for each of its processes.
+
+    `output_bytes` of what it prints are kept, and files up to `collected_bytes` in all. After `grace_s` of
+    being asked to end it is killed. "closed" gives it no network at all, or does not start it;
+    "closed_if_possible" starts it all the same where the kernel offers none.
+    """
+
+    disk_bytes: int = 256 << 20
+    file_bytes: int = 128 << 20
+    memory_bytes: int | None = None
+    cpu_s: int | None = None
+    output_bytes: int = 64 << 10
+    collected_bytes: int = 8 << 20
+    collected_files: int = 500
+    grace_s: float = 2.0
+    network: Literal["open", "closed", "closed_if_possible"] = "open"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessResult:
+    """How a program ended: `exit_code` as a shell gives it, 128 + signal if it was killed.
+
+    `output` is what it printed, the middle left out if that was much. `workspace` has its files by path,
+    `left_out` names those that were not copied and why. `timed_out` and `over_disk` say why it was stopped.
+    """
+
+    exit_code: int
+    timed_out: bool
+    over_disk: bool
+    output: str
+    workspace: Mapping[str, bytes]
+    left_out: tuple[str, ...] = ()
+
+
 class Team(Protocol):
     """The agents of one episode: `team.<agent>(*prompt_arguments, after=())` registers a call."""
 
     def __getattr__(self, agent: str) -> Callable[..., Invocation]: ...
+
+    def endpoint(self, agent: str) -> AgentEndpoint:
+        """Where a client library calls the agent."""
+        ...
+
+    async def run(
+        self,
+        program: Sequence[str],
+        *,
+        agent: str,
+        files: Mapping[str, str | bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        keep: Sequence[str] = ("*",),
+        timeout_s: float | None = None,
+        limits: ProgramLimits | None = None,
+    ) -> HarnessResult:
+        """Runs a finished program that calls the agent, in a new directory with `files`."""
+        ...
 
 
 class FinishedEpisode(Protocol):
@@ -196,6 +270,7 @@ class Score:
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
+TEAM_METHODS = ("run", "endpoint")
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 Workflow = Callable[[Any, Any], Awaitable[Any]]
@@ -236,8 +311,9 @@ class Workload:
     `fields` are values of calls that may come later than the episode ends, such as a slow judge's score:
     `await field(task, episode)` gives a number for every call, or a mapping of agents or invocation ids to
     numbers (or lists with a number for each sampled token). A policy whose loss needs a field waits for it.
+    `uses_gateway` opens an endpoint for each episode, for programs and client libraries that call agents.
 
-    Raises: ValueError if an agent names an unknown policy, or a name is not a Python identifier.
+    Raises: ValueError if an agent names an unknown policy, or a name is not a Python identifier or taken.
     """
 
     name: str
@@ -250,12 +326,15 @@ class Workload:
     training: Training
     demonstrate: Demonstrate | None = None
     fields: Mapping[str, LateField] = field(default_factory=dict)
+    uses_gateway: bool = False
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.policies, *self.agents, *self.fields):
             if not name.isidentifier():
                 raise ValueError(f"workload {self.name}: {name!r} must be a Python identifier")
         for name, agent in self.agents.items():
+            if name in TEAM_METHODS:
+                raise ValueError(f"workload {self.name}: agent {name!r} would hide team.{name}(): rename it")
             if agent.policy not in self.policies:
                 known = ", ".join(sorted(self.policies))
                 raise ValueError(f"agent {name}: unknown policy {agent.policy!r} (known: {known})")

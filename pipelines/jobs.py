@@ -28,6 +28,7 @@ class CellsConfig(dg.Config):
     engines_per_policy: int = Field(default=1, description="Inference engines of each policy.")
     engine_slots: int = Field(default=256, description="Concurrent sequences of one engine.")
     workload_workers: int = Field(default=1, description="Processes that run workflows and rewards.")
+    gateways: int = Field(default=1, description="Gateway processes, where programs call agents over HTTP.")
     threads: int = Field(default=1, description="Torch threads of each engine and trainer.")
     device: str = Field(default="cpu", description="Device of engines and trainers.")
 
@@ -38,6 +39,7 @@ class TrainingOverridesConfig(dg.Config):
     tasks_per_step: int | None = Field(default=None, description=f"Tasks drawn in a step. {_KEEP}")
     group_size: int | None = Field(default=None, description=f"Episodes of one task, at least 2. {_KEEP}")
     micro_batch_groups: int | None = Field(default=None, description=f"Groups in a micro-batch. {_KEEP}")
+    paths_per_episode: int | None = Field(default=None, description=f"Training paths of an episode. {_KEEP}")
     warm_examples: int | None = Field(
         default=None, description=f"Demonstrations per policy at the start. {_KEEP}"
     )
@@ -53,6 +55,9 @@ class TrainingOverridesConfig(dg.Config):
     episode_timeout_s: float | None = Field(default=None, description=f"Seconds for an episode. {_KEEP}")
     call_timeout_s: float | None = Field(default=None, description=f"Seconds for an agent call. {_KEEP}")
     field_timeout_s: float | None = Field(default=None, description=f"Seconds for late fields. {_KEEP}")
+    reward_retries: int | None = Field(
+        default=None, description=f"More tries of a reward function that raises. {_KEEP}"
+    )
 
 
 class StorageConfig(dg.Config):

@@ -25,6 +25,7 @@ PRELOAD = (
     "megloom.compute.engines.server",
     "megloom.compute.trainers.server",
     "megloom.compute.rollout.worker",
+    "megloom.compute.gateway.server",
 )
 
 

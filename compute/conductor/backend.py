@@ -1,4 +1,4 @@
-"""Where a session's workers, trainers and engines come from: real processes, or models in virtual time."""
+"""Where a session's cells come from: real processes, or models in virtual time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megloom.compute.engines.protocol import Engine
+from megloom.compute.gateway.protocol import CallDesk, Gateway
 from megloom.compute.rollout.protocol import EpisodeEvents, Worker
 from megloom.compute.trainers.protocol import Trainer, TrainerPlan
 
@@ -28,6 +29,11 @@ class Backend(Protocol):
     async def start_worker(self, name: str, events: EpisodeEvents) -> Worker: ...
     async def start_trainer(self, name: str, plan: TrainerPlan) -> Trainer: ...
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine: ...
+    async def start_gateway(self, name: str, desk: CallDesk) -> Gateway: ...
+    def new_token(self) -> str:
+        """A secret that nobody can guess."""
+        ...
+
     def incarnation(self, name: str) -> int:
         """How often the cell was started; tells a late exit of an earlier life from one of this life."""
         ...

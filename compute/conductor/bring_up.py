@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from megloom.compute.algorithms.table import parse_algorithm
@@ -14,21 +14,24 @@ from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.episodes import EpisodeDesk
 from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.conductor.fields import FieldDesk
+from megloom.compute.conductor.gateway_desk import GatewayDesk
+from megloom.compute.conductor.gateways import Gateways
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.ledger import Committed, Ledger
 from megloom.compute.conductor.provenance import provenance
 from megloom.compute.conductor.publisher import Publisher, Serving
+from megloom.compute.conductor.relay import AnnouncementRelay
 from megloom.compute.conductor.reports import StepReport
 from megloom.compute.conductor.restoring import ended_episodes
 from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.samples import Aggregation
 from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
-from megloom.compute.conductor.supervision import Supervisor
+from megloom.compute.conductor.supervision import GATEWAY_PREFIX, Supervisor
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import content_hash, derive_seed
 from megloom.compute.graph.training_view import TrainingView
-from megloom.compute.rollout.protocol import CallOpened, CallPrompt, FieldReady, Worker, WorkloadPlan
+from megloom.compute.rollout.protocol import Worker, WorkloadPlan
 from megloom.compute.scheduling.cursor import Cursor
 from megloom.compute.store.step_store import StepStore
 from megloom.compute.trainers.protocol import Trainer, TrainerPlan
@@ -60,25 +63,6 @@ class Surroundings:
     epoch: int
     discard_uncommitted: Callable[[str, int, str | None], None]
     discard_state: Callable[[str], None]
-
-
-class AnnouncementRelay:
-    """Gives workers' announcements to the desks, which are built after the first worker has started."""
-
-    target: EpisodeDesk | None = None
-    fields: FieldDesk | None = None
-
-    def call_opened(self, call: CallOpened) -> None:
-        if self.target is not None:
-            self.target.call_opened(call)
-
-    def call_prompt(self, prompt: CallPrompt) -> None:
-        if self.target is not None:
-            self.target.call_prompt(prompt)
-
-    def field_ready(self, field: FieldReady) -> None:
-        if self.fields is not None:
-            self.fields.field_ready(field)
 
 
 class BringUp:
@@ -135,6 +119,9 @@ class BringUp:
         )
         self._relay.target, self._relay.fields = run.desk, run.fields
         await self._restore(run)
+        if run.gateways is not None:
+            self.phase = "the gateways to start"
+            await supervisor.start_gateways(run.gateways.names)
         self.phase = "the engines to start"
         await supervisor.start_engines(around.config.cells)
         for name, worker in workers.items():
@@ -239,15 +226,18 @@ class BringUp:
         around = self._around
         config, clock, events, record = around.config, around.clock, around.events, around.store.record
         training = _with_overrides(plan, config)
+        ends = {policy: tuple(ids) for policy, ids in stop_ids.items()}
         dispatcher = Dispatcher(
             run=config.run,
             graph=(graph := ExecutionGraph()),
-            stop_ids={policy: tuple(ids) for policy, ids in stop_ids.items()},
+            stop_ids=ends,
             call_timeout_s=training.call_timeout_s,
             tasks=self._tasks,
             clock=clock,
             events=events,
         )
+        suspects: asyncio.Queue[str] = asyncio.Queue()  # bounded by the episodes in flight
+        gateways = self._gateways(plan, training, graph, dispatcher, ends, suspects)
         desk = EpisodeDesk(
             run=config.run,
             seed=config.seed,
@@ -257,6 +247,9 @@ class BringUp:
             record=record,
             max_episodes=MAX_EPISODES,
             timeout_s=training.episode_timeout_s,
+            reward_retries=training.reward_retries,
+            gateways=gateways,
+            suspects=suspects,
             clock=clock,
             events=events,
         )
@@ -290,6 +283,7 @@ class BringUp:
             view=view,
             desk=desk,
             dispatcher=dispatcher,
+            gateways=gateways,
             store=around.store,
             ledger=ledger,
             clock=clock,
@@ -310,6 +304,39 @@ class BringUp:
             events=events,
         )
         return run
+
+    def _gateways(
+        self,
+        plan: WorkloadPlan,
+        training: Training,
+        graph: ExecutionGraph,
+        dispatcher: Dispatcher,
+        stop_ids: Mapping[str, tuple[int, ...]],
+        suspects: asyncio.Queue[str],
+    ) -> Gateways | None:
+        """The gateways' table, if the workload's episodes run programs that call through one."""
+        around = self._around
+        if not plan.uses_gateway:
+            return None
+        desk = GatewayDesk(
+            agents=plan.agents,
+            graph=graph,
+            dispatcher=dispatcher,
+            stop_ids=stop_ids,
+            call_timeout_s=training.call_timeout_s,
+            clock=around.clock,
+            events=around.events,
+        )
+        return Gateways(
+            run=around.config.run,
+            names=[f"{GATEWAY_PREFIX}{number}" for number in range(around.config.cells.gateways)],
+            agents=plan.agents,
+            desk=desk,
+            new_token=around.backend.new_token,
+            suspects=suspects,
+            clock=around.clock,
+            events=around.events,
+        )
 
     async def _restart_trainer(self, policy: str) -> Trainer:
         """A new trainer with the last committed state of its policy."""

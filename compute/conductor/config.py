@@ -22,6 +22,9 @@ class Cells(Closed):
     engines_per_policy: int = Field(default=1, ge=1)
     engine_slots: int = Field(default=256, ge=1, description="concurrent sequences of one engine")
     workload_workers: int = Field(default=1, ge=1)
+    gateways: int = Field(
+        default=1, ge=1, description="gateway processes, if the workload needs any; an episode stays with one"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads of each engine and trainer process")
     device: str = Field(default="cpu", description="device of engines and trainers")
 
@@ -43,6 +46,7 @@ class TrainingOverrides(Closed):
     tasks_per_step: int | None = Field(default=None, ge=1)
     group_size: int | None = Field(default=None, ge=2)
     micro_batch_groups: int | None = Field(default=None, ge=1)
+    paths_per_episode: int | None = Field(default=None, ge=1)
     warm_examples: int | None = Field(default=None, ge=0)
     warm_batch: int | None = Field(default=None, ge=1)
     eval_every: int | None = Field(default=None, ge=0)
@@ -52,6 +56,7 @@ class TrainingOverrides(Closed):
     episode_timeout_s: float | None = Field(default=None, gt=0)
     call_timeout_s: float | None = Field(default=None, gt=0)
     field_timeout_s: float | None = Field(default=None, gt=0)
+    reward_retries: int | None = Field(default=None, ge=0)
 
 
 class SessionConfig(Closed):

@@ -1,7 +1,8 @@
 """Sends ready calls to engines, balanced within each policy; turns engine failures into re-entry or failure.
 
 A call that ran past its deadline, or whose engine went away, re-enters the ready queue with a new request id
-(a retry is a new sample, so the old one is aborted first and never counted).
+(a retry is a new sample, so the old one is aborted first and never counted). A gateway's call takes its turn
+like any other; then its place is lent out, and the gateway asks the engine itself.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Dispatcher:
         self._engines: dict[str, Engine] = {}
         self._policy_of: dict[str, str] = {}
         self._requests: dict[str, tuple[str, str]] = {}  # running invocation → (cell, request id)
+        self._takers: dict[str, Callable[[Lease], None]] = {}  # a gateway's call → who takes its place
+        self._lent: dict[str, Lease] = {}  # request id → its place, lent out
         self.ends: CallEnds | None = None
         self.lost_engine: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # brings a cell back
 
@@ -79,6 +82,9 @@ class Dispatcher:
             return
         balancer.mark_down(cell)
         self._events.add("engine_down", cell=cell, cause=cause[:200])
+        for rid, lease in self._lent.items():
+            if lease.cell == cell:  # its gateway hears the abort, or that the connection broke, and asks anew
+                self._tasks.create_task(self._abort(cell, rid), name=f"abort:{rid}")
 
     def engines_of(self, policy: str) -> dict[str, Engine]:
         """The engines of a policy that are in service."""
@@ -95,6 +101,50 @@ class Dispatcher:
             if request := self._requests.get(vertex.invocation_id):
                 self._tasks.create_task(self._abort(*request), name=f"abort:{vertex.invocation_id}")
 
+    # --- places that are lent out
+
+    def lend(self, invocation_id: str, taker: Callable[[Lease], None]) -> None:
+        """From now on `taker` gets each place of the call, and nothing is sent to the engine from here."""
+        self._takers[invocation_id] = taker
+
+    def take_back(self, vertex: Vertex, lease: Lease) -> None:
+        """A lent place is free again."""
+        if self._lent.pop(lease.request_id, None) is None:
+            return
+        self._requests.pop(vertex.invocation_id, None)
+        self._balancers[vertex.policy].release(lease)
+        self._pump(vertex.policy)
+
+    def forget(self, invocation_id: str) -> None:
+        """The call has ended: it will take no place any more."""
+        self._takers.pop(invocation_id, None)
+
+    def engine_at(self, lease: Lease) -> Engine:
+        return self._engines[lease.cell]
+
+    @property
+    def num_lent(self) -> int:
+        return len(self._lent)
+
+    async def suspect(self, lease: Lease, cause: str) -> None:
+        """A gateway says that the engine went away: if it does not answer here either, it is lost."""
+        if not self._balancers[self._policy_of[lease.cell]].is_current(lease):
+            return  # somebody has told already
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._engines[lease.cell].info()
+        except (EngineError, TimeoutError) as error:
+            self._lose(lease, f"{cause}; asked again: {error!r}")
+
+    def overdue(self, lease: Lease) -> None:
+        """A lent place has run past the call's deadline: its request is aborted; the gateway hears that."""
+        cause = f"no answer from {lease.cell} within {self._call_timeout_s:g} s"
+        self._tasks.create_task(self._end_overdue(lease, cause), name=f"overdue:{lease.request_id}")
+
+    async def _end_overdue(self, lease: Lease, cause: str) -> None:
+        if not await self._abort(lease.cell, lease.request_id):
+            self._lose(lease, cause)
+
     def _pump(self, policy: str) -> None:
         balancer = self._balancers[policy]
         while (vertex := self._graph.first_ready(policy)) is not None:
@@ -105,6 +155,10 @@ class Dispatcher:
             engine = f"{lease.cell}#{lease.incarnation}"
             self._graph.start(vertex.invocation_id, cell=lease.cell, engine=engine, now=self._clock())
             self._requests[vertex.invocation_id] = (lease.cell, rid)
+            if (taker := self._takers.get(vertex.invocation_id)) is not None:
+                self._lent[rid] = lease
+                taker(lease)
+                continue
             self._tasks.create_task(self._generate(vertex, lease), name=f"call:{vertex.invocation_id}")
 
     async def _generate(self, vertex: Vertex, lease: Lease) -> None:

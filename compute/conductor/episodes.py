@@ -1,7 +1,9 @@
 """Runs episodes: places attempts on workload workers, feeds the graph with their calls, records how they end.
 
-Each attempt has one absolute deadline over all its phases. A lost worker costs an attempt, never the episode;
-a timeout, a failed workflow or an unscorable result is data: recorded once, with its boundary.
+Each attempt has one absolute deadline over all its phases. Past it, its worker gets a grace to score what was
+kept. A lost worker or gateway costs an attempt, never the episode; a timeout, a failed workflow or an
+unscorable result is data: recorded once, with its boundary. What an attempt sends when it is over is late: an
+event, and never counted.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.events import Clock, EventLog
-from megloom.compute.conductor.recording import Attempt, episode_records
-from megloom.compute.conductor.restoring import Restored
+from megloom.compute.conductor.gateways import Admitted, Closed, Gateways
+from megloom.compute.conductor.recording import Attempt, episode_records, with_gateway_calls
+from megloom.compute.conductor.restoring import RETRIED, Restored
+from megloom.compute.gateway.protocol import GatewayLost
 from megloom.compute.graph.meg import ExecutionGraph, Vertex
 from megloom.compute.graph.records import EdgeKind
 from megloom.compute.graph.seeds import derive_seed
@@ -33,7 +38,8 @@ from megloom.compute.rollout.protocol import (
 )
 
 log = logging.getLogger(__name__)
-MAX_ATTEMPTS = 3  # starts of one episode whose worker was lost
+MAX_ATTEMPTS = 3  # starts of one episode whose worker or gateway was lost
+GRACE_SHARE, MAX_GRACE_S = 0.25, 30.0  # of the deadline, for scoring what was kept at it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +69,18 @@ class EndedEpisode:
         return self.outcome.state == EpisodeState.SCORED.value
 
 
+@dataclass(kw_only=True, slots=True)
+class _Live:
+    """An attempt in flight. Only the desk writes it."""
+
+    episode: Episode
+    attempt: int
+    ends_s: float
+    worker_name: str = ""
+    worker: Worker | None = None
+    at_gateway: Admitted | None = None
+
+
 class EpisodeDesk:
     """Owns the episodes in flight. Workers announce calls here; the dispatcher reports their ends here."""
 
@@ -77,19 +95,25 @@ class EpisodeDesk:
         record: Callable[[Any], None],
         max_episodes: int,
         timeout_s: float,
+        reward_retries: int,
+        gateways: Gateways | None,
+        suspects: asyncio.Queue[str],
         clock: Clock,
         events: EventLog,
     ) -> None:
         self._run, self._seed, self._plan, self._graph = run, seed, plan, graph
         self._dispatcher, self._record = dispatcher, record
         self._timeout_s, self._clock, self._events = timeout_s, clock, events
+        self._grace_s = min(MAX_GRACE_S, GRACE_SHARE * timeout_s)
+        self._reward_retries, self._gateways = reward_retries, gateways
         self._slots = asyncio.Semaphore(max_episodes)
         self._workers: dict[str, Worker] = {}
         self._load: dict[str, int] = {}
         self._worker_up = asyncio.Event()
-        self._running: dict[str, tuple[Episode, Worker]] = {}
+        self._running: dict[str, _Live] = {}
+        self._late: set[asyncio.Future[EpisodeOutcome]] = set()  # of attempts that are over
         self._restored: dict[str, Restored] = {}
-        self.suspects: asyncio.Queue[str] = asyncio.Queue()  # workers that let a deadline pass
+        self.suspects = suspects  # cells that let a deadline pass
         dispatcher.ends = self
 
     def restore(self, restored: Mapping[str, Restored]) -> None:
@@ -112,7 +136,8 @@ class EpisodeDesk:
         if oldest is None:
             return "no episode in flight"
         return (
-            f"{len(self._running)} episodes in flight; {oldest[0].episode_id}: {self._open_calls(oldest[0])}"
+            f"{len(self._running)} episodes in flight; "
+            f"{oldest.episode.episode_id}: {self._open_calls(oldest.episode)}"
         )
 
     def workers(self) -> dict[str, Worker]:
@@ -130,44 +155,120 @@ class EpisodeDesk:
         async with self._slots:
             for attempt in range(MAX_ATTEMPTS):
                 ended = await self._attempt(episode, attempt)
-                lost = ended.outcome.boundary == "worker"
-                if not lost or attempt + 1 == MAX_ATTEMPTS:
+                if ended.outcome.boundary not in RETRIED or attempt + 1 == MAX_ATTEMPTS:
                     return ended
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _attempt(self, episode: Episode, attempt: int) -> EndedEpisode:
         started_s = self._clock()
-        name, outcome = "", None
-        order = EpisodeOrder(
-            episode_id=episode.episode_id, task_id=episode.task_id, split=episode.split, attempt=attempt
-        )
+        live = _Live(episode=episode, attempt=attempt, ends_s=started_s + self._timeout_s)
+        self._running[episode.episode_id] = live
         try:
-            async with asyncio.timeout(self._timeout_s):
-                name = await self._pick_worker()
-                worker = self._workers[name]
-                self._running[episode.episode_id] = (episode, worker)
-                self._load[name] += 1
-                outcome = await worker.run_episode(order)
-        except TimeoutError:
-            waited_for = self._open_calls(episode)
-            text = f"not finished within {self._timeout_s:g} s, waiting for: {waited_for}"
-            outcome = self._failed(episode, "deadline", text)
-            if name in self._workers:
-                self._workers[name].cancel(episode.episode_id, attempt)
-                self.suspects.put_nowait(name)
+            outcome = await self._run_live(live)
         except WorkerLost as error:
-            self.worker_down(name)  # at once: the next attempt must not meet it again
+            self.worker_down(live.worker_name)  # at once: the next attempt must not meet it again
             outcome = self._failed(episode, "worker", str(error))
+        except GatewayLost as error:
+            outcome = self._failed(episode, "gateway", str(error))
         except WorkloadError as error:
             outcome = self._failed(episode, "workflow", str(error))
         finally:
-            if name:
-                self._load[name] -= 1
-            self._running.pop(episode.episode_id, None)
-            open_calls = self._graph.cancel_open(episode.episode_id, "its episode ended", now=self._clock())
-            self._dispatcher.abort(open_calls)
+            closed = await self._leave(live)
             vertices = self._graph.take(episode.episode_id)
+        if closed is not None and closed.lost is not None:
+            outcome = self._failed(episode, "gateway", closed.lost)
+        elif closed is not None:
+            outcome = with_gateway_calls(outcome, vertices, closed.calls, closed.warnings)
         return self._close(episode, attempt, outcome, vertices, started_s)
+
+    async def _run_live(self, live: _Live) -> EpisodeOutcome:
+        """Finds a worker and a gateway, then runs the attempt. Raises what their loss raises."""
+        episode = live.episode
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                live.worker_name = await self._pick_worker()
+                live.worker = self._workers[live.worker_name]
+                self._load[live.worker_name] += 1
+                if self._gateways is not None:
+                    live.at_gateway = await self._gateways.admit(
+                        episode.episode_id,
+                        live.attempt,
+                        ends_s=live.ends_s,
+                        grace_s=self._grace_s,
+                        seed_of=partial(self._call_seed, live),
+                    )
+        except TimeoutError:
+            waited_for = "a gateway to admit it" if live.worker else "a worker to be up"
+            text = f"not started within {self._timeout_s:g} s, waiting for: {waited_for}"
+            return self._failed(episode, "deadline", text)
+        order = EpisodeOrder(
+            episode_id=episode.episode_id,
+            task_id=episode.task_id,
+            split=episode.split,
+            attempt=live.attempt,
+            endpoint=live.at_gateway.endpoint if live.at_gateway else None,
+            timeout_s=max(0.0, live.ends_s - self._clock()),
+            reward_retries=self._reward_retries,
+        )
+        running = asyncio.ensure_future(live.worker.run_episode(order))
+        try:
+            return await self._outcome(live, running)
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        finally:
+            if not running.done():
+                self._late.add(running)
+                running.add_done_callback(partial(self._came_late, live))
+
+    async def _outcome(self, live: _Live, running: asyncio.Future[EpisodeOutcome]) -> EpisodeOutcome:
+        """What the worker says, or has to say once it was told to end.
+
+        Raises: GatewayLost if that goes away before.
+        """
+        assert live.worker is not None
+        ends = {running} | ({live.at_gateway.lost} if live.at_gateway else set())  # type: set[asyncio.Future[Any]]
+        await asyncio.wait(
+            ends, timeout=max(0.0, live.ends_s - self._clock()), return_when=asyncio.FIRST_COMPLETED
+        )
+        if running.done():
+            return running.result()
+        waited_for = self._open_calls(live.episode)
+        live.worker.cancel(live.episode.episode_id, live.attempt)
+        if live.at_gateway is not None and live.at_gateway.lost.done():
+            raise GatewayLost(live.at_gateway.lost.result())
+        text = f"not finished within {self._timeout_s:g} s, waiting for: {waited_for}"
+        await asyncio.wait([running], timeout=self._grace_s)
+        if not running.done():
+            self.suspects.put_nowait(live.worker_name)
+            return self._failed(live.episode, "deadline", text)
+        outcome = running.result()
+        if outcome.state == EpisodeState.SCORED.value:
+            return replace(outcome, failure=text, boundary="deadline")
+        return self._failed(live.episode, "deadline", f"{text}; {outcome.failure}")
+
+    async def _leave(self, live: _Live) -> Closed | None:
+        """Ends what the attempt still has open."""
+        episode_id = live.episode.episode_id
+        try:
+            if self._gateways is not None and live.at_gateway is not None:
+                return await self._gateways.close(episode_id)
+            return None
+        finally:
+            if live.worker is not None:
+                self._load[live.worker_name] -= 1
+            self._running.pop(episode_id, None)
+            open_calls = self._graph.cancel_open(episode_id, "its episode ended", now=self._clock())
+            self._dispatcher.abort(open_calls)
+
+    def _came_late(self, live: _Live, running: asyncio.Future[EpisodeOutcome]) -> None:
+        """The outcome of an attempt that is over: noted, never counted."""
+        self._late.discard(running)
+        if not running.cancelled() and running.exception() is None:
+            state = running.result().state
+            self._events.add(
+                "outcome_late", episode=live.episode.episode_id, attempt=live.attempt, state=state
+            )
 
     def _close(
         self,
@@ -178,8 +279,9 @@ class EpisodeDesk:
         started_s: float,
     ) -> EndedEpisode:
         if outcome.failure is not None:
+            scored = outcome.state == EpisodeState.SCORED.value
             self._events.add(
-                "episode_failed",
+                "episode_scored_in_part" if scored else "episode_failed",
                 episode=episode.episode_id,
                 attempt=attempt,
                 boundary=outcome.boundary,
@@ -230,10 +332,10 @@ class EpisodeDesk:
     # --- what workers announce
 
     def call_opened(self, call: CallOpened) -> None:
-        running = self._running.get(call.episode_id)
-        if running is None:
-            return  # a late announcement of an attempt that has ended
-        episode, _ = running
+        live = self._running.get(call.episode_id)
+        if live is None or not call.invocation_id.startswith(f"{call.episode_id}-a{live.attempt}-"):
+            self._events.add("call_late", invocation=call.invocation_id)
+            return
         agent = self._plan.agents[call.agent]
         vertex = Vertex(
             invocation_id=call.invocation_id,
@@ -243,7 +345,7 @@ class EpisodeDesk:
             index=call.index,
             parents=tuple((parent, EdgeKind(kind)) for parent, kind in call.parents),
             registered_s=self._clock(),
-            seed=self._call_seed(episode, call),
+            seed=self._call_seed(live, call.agent, call.index),
             temperature=agent.temperature,
             max_tokens=agent.max_tokens,
             prompt_ids=call.prompt_ids,
@@ -262,9 +364,9 @@ class EpisodeDesk:
         if self._graph.set_prompt(prompt.invocation_id, prompt.prompt_ids, now=self._clock()):
             self._dispatcher.submit(vertex)
 
-    def _call_seed(self, episode: Episode, call: CallOpened) -> int:
-        attempt = call.invocation_id.rpartition("-i")[0].rpartition("-a")[2]
-        place = (episode.task_id, episode.epoch, episode.member, call.agent, call.index, attempt)
+    def _call_seed(self, live: _Live, agent: str, index: int) -> int:
+        episode = live.episode
+        place = (episode.task_id, episode.epoch, episode.member, agent, index, live.attempt)
         return derive_seed(self._seed, episode.purpose, *place)
 
     # --- what the dispatcher reports
@@ -280,10 +382,10 @@ class EpisodeDesk:
             self._answer(self._graph[name], failure=f"parent {vertex.invocation_id} failed")
 
     def _answer(self, vertex: Vertex, *, failure: str | None) -> None:
-        running = self._running.get(vertex.episode_id)
-        if running is None:
+        live = self._running.get(vertex.episode_id)
+        if live is None or live.worker is None:
             return
-        running[1].answer(
+        live.worker.answer(
             CallAnswer(
                 invocation_id=vertex.invocation_id,
                 token_ids=vertex.token_ids,

@@ -21,6 +21,8 @@ from megloom.compute.conductor.backend import CellExit
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.engines.client import HttpEngine
 from megloom.compute.engines.protocol import Engine
+from megloom.compute.gateway.protocol import CallDesk
+from megloom.compute.gateway.remote import RemoteGateway, connect_gateway
 from megloom.compute.rollout.client import WorkerClient, connect_worker
 from megloom.compute.rollout.protocol import EpisodeEvents
 from megloom.compute.trainers.client import TrainerClient, connect_trainer
@@ -92,6 +94,19 @@ class LocalBackend:
         await engine.info()
         self._clients[name] = engine
         return engine
+
+    async def start_gateway(self, name: str, desk: CallDesk) -> RemoteGateway:
+        socket = self._socket(name)
+        args = {"socket": str(socket), "address_file": str(self._socket(f"{name}.address"))}
+        await self._start(name, "megloom.compute.gateway.server:serve", args)
+        gateway = await self._connected(
+            name, connect_gateway(name, socket, desk, timeout_s=CONNECT_TIMEOUT_S)
+        )
+        self._clients[name] = gateway
+        return gateway
+
+    def new_token(self) -> str:
+        return secrets.token_hex(24)
 
     def incarnation(self, name: str) -> int:
         return self._lives.get(name, 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megloom.compute.graph.meg import Vertex
@@ -13,12 +13,15 @@ from megloom.compute.graph.records import (
     EdgeKind,
     EdgeRecord,
     EpisodeRecord,
+    FieldRecord,
     InvocationRecord,
     RewardStatus,
 )
 from megloom.compute.graph.states import EpisodeState, InvocationState, checked_move
 from megloom.compute.graph.token_paths import TokenPaths, completion_segment_id
 from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
+
+LEAF_CLASS = "leaf_class"  # the field that keeps a call's leaf class, where it is not the usual one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,8 @@ def episode_records(of: Attempt, outcome: EpisodeOutcome, vertices: list[Vertex]
             prompt_segment=paths.prompt_segment(vertex.invocation_id),
             message=messages.last.get(vertex.invocation_id),
         )
+        if vertex.leaf_class != "main":
+            yield _leaf_class(of, vertex)
     yield from paths.segments
     extends = [(parent, child, EdgeKind.EXTENDS) for parent, child in paths.extends]
     waited = [(parent, vertex.invocation_id, kind) for vertex in vertices for parent, kind in vertex.parents]
@@ -89,6 +94,58 @@ def episode_records(of: Attempt, outcome: EpisodeOutcome, vertices: list[Vertex]
         failure_boundary=outcome.boundary,
         started_s=of.started_s,
         finished_s=of.finished_s,
+    )
+
+
+def with_gateway_calls(
+    outcome: EpisodeOutcome, vertices: Sequence[Vertex], ids: frozenset[str], warnings: tuple[str, ...]
+) -> EpisodeOutcome:
+    """The outcome with scores for the calls `ids`, which came through the gateway and which no worker knows.
+
+    Each gets its agent's reward, else the team's; none if it may not be trained on. A scored episode without
+    any answered call is a failure of what should have made one: there is nothing that the score is of.
+    """
+    outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
+    answered = [vertex for vertex in vertices if vertex.state is InvocationState.DONE]
+    is_scored = outcome.state == EpisodeState.SCORED.value
+    if is_scored and not answered:
+        return replace(
+            outcome,
+            state=EpisodeState.FAILED.value,
+            reward=None,
+            calls=(),
+            failure=f"no call ended with an answer{f'; {outcome.failure}' if outcome.failure else ''}",
+            boundary=outcome.boundary or "workflow",
+        )
+    known = {call.invocation_id for call in outcome.calls}
+    more = [
+        CallScore(
+            invocation_id=vertex.invocation_id,
+            text=vertex.text,
+            reward=outcome.agent_rewards.get(vertex.agent, outcome.reward)
+            if is_scored and vertex.unusable is None
+            else None,
+            is_inherited=True,
+        )
+        for vertex in answered
+        if vertex.invocation_id in ids and vertex.invocation_id not in known
+    ]
+    return replace(outcome, calls=(*outcome.calls, *more))
+
+
+def _leaf_class(of: Attempt, vertex: Vertex) -> FieldRecord:
+    return FieldRecord(
+        invocation_id=vertex.invocation_id,
+        run=of.run,
+        step=of.step,
+        agent=vertex.agent,
+        name=LEAF_CLASS,
+        is_ready=True,
+        value=json.dumps(vertex.leaf_class),
+        segment=None,
+        values=None,
+        source="gateway",
+        ready_s=vertex.finished_s,
     )
 
 
@@ -143,8 +200,8 @@ def _invocation(
         seed=vertex.seed,
         temperature=vertex.temperature,
         max_tokens=vertex.max_tokens,
-        text=score.text if score else "",
+        text=score.text if score else vertex.text,
         reward=reward,
         reward_status=(_status(state) if has_status else RewardStatus.UNSCORABLE).value,
-        failure=vertex.failure,
+        failure=vertex.failure or vertex.unusable,
     )

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megloom.compute.conductor.recording import LEAF_CLASS
+from megloom.compute.graph.ids import is_gateway_call
 from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.messages import read_messages
 from megloom.compute.graph.paths import path_tokens
@@ -30,6 +32,7 @@ from megloom.compute.graph.states import InvocationState
 from megloom.compute.graph.training_view import FieldValue
 from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
 
+RETRIED = frozenset({"worker", "gateway"})  # boundaries whose loss costs an attempt, not the episode
 OF_EPISODES = (EpisodeRecord, InvocationRecord, EdgeRecord, SegmentRecord, MessageRecord)
 
 
@@ -86,7 +89,7 @@ def ended_episodes(
             continue  # it was still running
         last = max(parts.episodes, key=lambda episode: episode.attempt)
         calls = sorted((c for c in parts.calls if c.attempt == last.attempt), key=lambda c: c.index)
-        is_over = last.failure_boundary != "worker"  # a lost worker costs an attempt, not the episode
+        is_over = last.failure_boundary not in RETRIED
         if last.purpose == "train" and last.step == step and is_over and _fits(calls, parts, versions, needs):
             vertices = [_vertex(call, parts) for call in calls]
             restored[episode_id] = Restored(
@@ -128,6 +131,11 @@ def _fits(
 def _vertex(call: InvocationRecord, parts: _Found) -> Vertex:
     prompt, answer = call.prompt_segment, call.completion_segment
     sampled = parts.segments[answer] if answer is not None else None
+    fields = {
+        name: record for name, record in parts.fields.get(call.invocation_id, {}).items() if record.is_ready
+    }
+    leaf_class = fields.pop(LEAF_CLASS, None)
+    is_done = call.state == InvocationState.DONE.value
     return Vertex(
         invocation_id=call.invocation_id,
         episode_id=call.episode_id,
@@ -149,7 +157,10 @@ def _vertex(call: InvocationRecord, parts: _Found) -> Vertex:
         logprobs=tuple(sampled.logprobs or ()) if sampled else (),
         version_spans=tuple((v, a, b) for v, a, b in (sampled.version_spans or ())) if sampled else (),
         finish_reason=call.finish_reason,
-        failure=call.failure,
+        failure=None if is_done else call.failure,
+        unusable=call.failure if is_done else None,
+        leaf_class=json.loads(leaf_class.value or "null") if leaf_class else "main",
+        text=call.text,
         cell=call.cell,
         engine=call.engine,
         num_reentries=call.num_reentries,
@@ -159,11 +170,7 @@ def _vertex(call: InvocationRecord, parts: _Found) -> Vertex:
         messages=tuple(canonical_json(m) for m in read_messages(parts.messages, call.message))
         if call.message is not None
         else (),
-        fields={
-            name: _field_value(record)
-            for name, record in parts.fields.get(call.invocation_id, {}).items()
-            if record.is_ready
-        },
+        fields={name: _field_value(record) for name, record in fields.items()},
     )
 
 
@@ -179,7 +186,12 @@ def _outcome(episode: EpisodeRecord, calls: Sequence[InvocationRecord]) -> Episo
         state=episode.state,
         reward=episode.reward,
         calls=tuple(
-            CallScore(invocation_id=call.invocation_id, text=call.text, reward=call.reward)
+            CallScore(
+                invocation_id=call.invocation_id,
+                text=call.text,
+                reward=call.reward,
+                is_inherited=is_gateway_call(call.invocation_id),
+            )
             for call in calls
             if call.state == InvocationState.DONE.value
         ),

@@ -12,6 +12,7 @@ from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.episodes import EpisodeDesk
 from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.conductor.fields import FieldDesk
+from megloom.compute.conductor.gateways import Gateways
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.ledger import Ledger
 from megloom.compute.conductor.publisher import Publisher
@@ -73,6 +74,7 @@ class Run:
     view: TrainingView
     desk: EpisodeDesk
     dispatcher: Dispatcher
+    gateways: Gateways | None
     store: StepStore
     ledger: Ledger
     clock: Clock

@@ -1,4 +1,4 @@
-"""From complete groups to training rows: advantages per (task, agent), one sample per scored call.
+"""From complete groups to training rows: paths of token trees, advantages per (task, agent).
 
 A group is final before its first gradient: unusable members have left, then the minimum size is checked.
 Samples whose advantage is exactly 0 carry no gradient; they are recorded as dropped and not sent.
@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megloom.compute.conductor.episodes import EndedEpisode
-from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.records import SampleKind, SampleRecord
+from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.graph.states import InvocationState, SampleState
 from megloom.compute.graph.token_paths import completion_segment_id
 from megloom.compute.graph.training_view import Candidate
 from megloom.compute.rollout.protocol import DemonstrationRow
+from megloom.compute.rollout.samples import DrawnPath, draw_paths
 from megloom.compute.trainers.protocol import TrainingRow
 
 Advantages = Callable[[Sequence[float]], list[float]]
@@ -32,15 +33,23 @@ class Sample:
 
 
 def candidates(member: EndedEpisode) -> list[Candidate]:
-    """The calls of a scored member that ended with an answer; a failed member has none."""
+    """The calls of a scored member that ended with an answer fit for training; a failed member has none."""
     if not member.is_scored:
         return []
-    rewards = {call.invocation_id: call.reward for call in member.outcome.calls}
-    return [
-        Candidate(vertex=vertex, member=member.episode.member, reward=rewards.get(vertex.invocation_id))
-        for vertex in member.vertices
-        if vertex.state is InvocationState.DONE
-    ]
+    scores = {call.invocation_id: call for call in member.outcome.calls}
+    found = []
+    for vertex in member.vertices:
+        if vertex.state is InvocationState.DONE and vertex.unusable is None:
+            score = scores.get(vertex.invocation_id)
+            found.append(
+                Candidate(
+                    vertex=vertex,
+                    member=member.episode.member,
+                    reward=score.reward if score else None,
+                    is_inherited=score.is_inherited if score else False,
+                )
+            )
+    return found
 
 
 def policy_samples(
@@ -51,70 +60,97 @@ def policy_samples(
     task_id: str,
     calls: Sequence[Candidate],
     estimate: Advantages,
+    seed: int,
+    max_paths: int | None,
     reward_field: str | None = None,
 ) -> list[Sample]:
     """The samples of one policy in one complete group, an own baseline for each agent.
 
-    `reward_field` names the user-defined field that stands for the reward. Calls without a reward leave
-    before any statistic.
+    Each episode gives at most `max_paths` paths of its token tree, in which every sampled token is trained
+    once. Statistics are over outcomes: a call that was scored for itself is one, and so are all calls of an
+    agent that share their episode's reward. `reward_field` names the user-defined field that stands for the
+    reward. Calls without a reward leave before any statistic.
     """
-    by_agent: dict[str, list[tuple[Vertex, float]]] = {}
+    episodes: dict[str, list[Candidate]] = {}
     for call in calls:
-        reward = call.reward
-        if reward_field is not None:
-            field = call.vertex.fields.get(reward_field)
-            reward = field.value if field is not None else None
-        if reward is not None:
-            by_agent.setdefault(call.vertex.agent, []).append((call.vertex, float(reward)))
+        episodes.setdefault(call.vertex.episode_id, []).append(_rewarded(call, reward_field))
+    inherits = {call.vertex.invocation_id for call in calls if call.is_inherited and reward_field is None}
+    outcomes: dict[str, dict[str, float]] = {}  # agent → outcome → reward
+    drawn: list[tuple[str, str, DrawnPath]] = []
+    for episode_id, members in episodes.items():
+        for path in draw_paths(members, seed=derive_seed(seed, "paths", episode_id), max_paths=max_paths):
+            outcome = episode_id if path.leaf_invocation in inherits else path.leaf_invocation
+            outcomes.setdefault(path.agent, {})[outcome] = path.reward
+            drawn.append((episode_id, outcome, path))
+    advantages = {
+        agent: dict(zip(rewards, estimate(list(rewards.values())), strict=True))
+        for agent, rewards in outcomes.items()
+    }
+    policies = {call.vertex.agent: call.vertex.policy for call in calls}
     return [
-        _sample(run, step, group_id, task_id, vertex, reward, advantage)
-        for scored in by_agent.values()
-        for (vertex, reward), advantage in zip(
-            scored, estimate([reward for _, reward in scored]), strict=True
+        _sample(
+            run,
+            step,
+            group_id,
+            task_id,
+            episode_id,
+            policies[path.agent],
+            path,
+            advantages[path.agent][outcome],
         )
+        for episode_id, outcome, path in drawn
     ]
 
 
+def _rewarded(call: Candidate, reward_field: str | None) -> Candidate:
+    if reward_field is None:
+        return call
+    field = call.vertex.fields.get(reward_field)
+    return replace(call, reward=float(field.value) if field is not None else None)
+
+
 def _sample(
-    run: str, step: int, group_id: str, task_id: str, vertex: Vertex, reward: float, advantage: float
+    run: str,
+    step: int,
+    group_id: str,
+    task_id: str,
+    episode_id: str,
+    policy: str,
+    path: DrawnPath,
+    advantage: float,
 ) -> Sample:
-    assert vertex.prompt_ids is not None
-    num_prompt, num_sampled = len(vertex.prompt_ids), len(vertex.token_ids)
     record = SampleRecord(
-        sample_id=f"{vertex.invocation_id}-s",
+        sample_id=f"{path.leaf_invocation}-s",
         run=run,
         step=step,
         kind=SampleKind.ROLLOUT.value,
-        policy=vertex.policy,
-        agent=vertex.agent,
+        policy=policy,
+        agent=path.agent,
         group_id=group_id,
-        episode_id=vertex.episode_id,
-        invocation_id=vertex.invocation_id,
+        episode_id=episode_id,
+        invocation_id=path.leaf_invocation,
+        invocation_ids=list(path.owned),
         task_id=task_id,
-        leaf_segment=completion_segment_id(vertex.invocation_id),
-        num_tokens=num_prompt + num_sampled,
-        num_trainable=num_sampled,
-        reward=reward,
+        leaf_segment=completion_segment_id(path.leaf_invocation),
+        num_tokens=len(path.token_ids),
+        num_trainable=path.num_trainable,
+        reward=path.reward,
         advantage=advantage,
-        version_min=min(span[0] for span in vertex.version_spans),
-        version_max=max(span[0] for span in vertex.version_spans),
+        version_min=path.version_min,
+        version_max=path.version_max,
         micro_batch_id=None,
         state=SampleState.READY.value if advantage != 0.0 else SampleState.DROPPED.value,
     )
     if advantage == 0.0:
         return Sample(record=record, row=None)
-    mask = np.zeros(num_prompt + num_sampled, dtype=np.uint8)
-    mask[num_prompt:] = 1
-    logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
-    logprobs[num_prompt:] = vertex.logprobs
     row = TrainingRow(
         sample_id=record.sample_id,
-        token_ids=np.array(vertex.prompt_ids + vertex.token_ids, dtype=np.int32),
-        loss_mask=mask,
-        logprobs=logprobs,
+        token_ids=path.token_ids,
+        loss_mask=path.loss_mask,
+        logprobs=path.logprobs,
         advantage=advantage,
         weight=1.0,
-        temperature=vertex.temperature,
+        temperature=path.temperature,
     )
     return Sample(record=record, row=row)
 
@@ -139,6 +175,7 @@ def demonstration_samples(
             group_id="",
             episode_id="",
             invocation_id=None,
+            invocation_ids=[],
             task_id=None,
             leaf_segment=f"{name}-t",
             num_tokens=num_prompt + num_answer,

@@ -169,6 +169,8 @@ async def train_group(run: Run, policy: str, group_id: str, task_id: str) -> Non
         task_id=task_id,
         calls=await run.fields.take(policy, group_id),
         estimate=algorithm.advantages,
+        seed=run.config.seed,
+        max_paths=run.training.paths_per_episode,
         reward_field=algorithm.reward_field,
     )
     if samples:

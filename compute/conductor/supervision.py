@@ -1,10 +1,10 @@
-"""Keeps a session's cells alive: restarts engines and workers that died or no longer answer."""
+"""Keeps a session's cells alive: restarts engines, workers and gateways that died or no longer answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from megloom.compute.cluster.protocol import ClusterError
@@ -12,6 +12,7 @@ from megloom.compute.conductor.backend import Backend
 from megloom.compute.conductor.config import Cells
 from megloom.compute.conductor.run import Run
 from megloom.compute.engines.protocol import EngineError
+from megloom.compute.gateway.protocol import GatewayLost
 from megloom.compute.graph.seeds import content_hash
 from megloom.compute.rollout.protocol import EpisodeEvents, WorkerLost, WorkloadError
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 10  # of one cell in a session: more is a bug that a restart does not mend
 BACKOFF_S = 0.5  # before the second restart of a cell, doubled for each later one, at most 30 s
 ANSWER_TIMEOUT_S = 20.0  # for a worker whose episode ran past its deadline
+GATEWAY_PREFIX = "gateway/"
 
 
 class CellLost(Exception):
@@ -54,6 +56,12 @@ class Supervisor:
             for cell in self._policy_of:
                 tasks.create_task(self._start_engine(cell), name=f"start:{cell}")
 
+    async def start_gateways(self, names: Sequence[str]) -> None:
+        """Starts every gateway with the policies' chat templates."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(self._start_gateway(name), name=f"start:{name}")
+
     async def watch(self) -> None:
         """Consumes exits of cells. Waits for the backend. Woken by each exit."""
         while True:
@@ -65,11 +73,16 @@ class Supervisor:
                 await self.restart_engine(exit_.name, exit_.cause)
             elif exit_.name.startswith("worker/"):
                 await self._restart_worker(exit_.name, exit_.cause)
+            elif exit_.name.startswith(GATEWAY_PREFIX):
+                await self._restart_gateway(exit_.name, exit_.cause)
 
     async def check_suspects(self) -> None:
-        """Consumes workers that let a deadline pass. Waits for the desk. Woken by each such episode."""
+        """Consumes cells that let a deadline pass. Waits for the desk. Woken by each such episode."""
         while True:
             name = await self._run.desk.suspects.get()
+            if name.startswith(GATEWAY_PREFIX):
+                await self._restart_gateway(name, "did not close an episode in time")
+                continue
             worker = self._run.desk.workers().get(name)
             if worker is None:
                 continue
@@ -136,6 +149,30 @@ class Supervisor:
                 self._run.desk.worker_up(name, worker)
                 self._run.events.add("worker_up", cell=name)
                 return
+
+    async def _start_gateway(self, name: str) -> None:
+        gateways = self._run.gateways
+        assert gateways is not None
+        gateway = await self._backend.start_gateway(name, gateways.desk)
+        await gateway.load_chats(self._tokenizers())
+        gateways.up(name, gateway)
+
+    async def _restart_gateway(self, name: str, cause: str) -> None:
+        """Ends a gateway and starts it anew; the attempts that it held are lost."""
+        seen, gateways = self._backend.incarnation(name), self._run.gateways
+        assert gateways is not None
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if self._backend.incarnation(name) != seen:
+                return
+            gateways.down(name, cause)
+            while True:
+                await self._back_off(name, cause)
+                await self._backend.stop(name)
+                try:
+                    await self._start_gateway(name)
+                    return
+                except (ClusterError, GatewayLost) as error:
+                    cause = str(error)
 
     async def _back_off(self, cell: str, cause: str) -> None:
         number = self._restarts[cell] = self._restarts.get(cell, 0) + 1

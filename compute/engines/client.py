@@ -9,41 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 import orjson
 
+from megloom.compute.engines.answers import (
+    AnswerReader,
+    Piece,
+    decode_completion,
+    error_message,
+    parse_version,
+    whole,
+)
 from megloom.compute.engines.protocol import (
     Completion,
+    EngineError,
     EngineInfo,
     EngineProtocolError,
     EngineRefused,
     EngineUnavailable,
-    FinishReason,
     GenerateRequest,
     PauseMode,
-    VersionSpan,
 )
 
 _CONNECT_S = 10.0
 """A live engine accepts at once; its event loop may be in a long prefill, but the kernel answers."""
-
-
-def error_message(body: bytes) -> str:
-    """Returns the message of any of SGLang's error bodies: `error.message`, `error` or `message`."""
-    try:
-        parsed = json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace")[:500]
-    if isinstance(parsed, dict):
-        error = parsed.get("error")
-        found = error.get("message") if isinstance(error, dict) else error
-        found = parsed.get("message") if found is None else found
-        if found is not None:
-            return str(found)
-    return str(parsed)[:500]
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -69,8 +61,8 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
         )
 
 
-def encode_request(request: GenerateRequest) -> bytes:
-    """Returns the `/generate` body."""
+def encode_request(request: GenerateRequest, *, stream: bool = False) -> bytes:
+    """Returns the `/generate` body. `incremental` is the local engine's: SGLang overlooks it."""
     sampling: dict[str, Any] = {
         "max_new_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -80,75 +72,16 @@ def encode_request(request: GenerateRequest) -> bytes:
     }
     if request.stop_token_ids:
         sampling["stop_token_ids"] = request.stop_token_ids
-    body = {
+    body: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.token_ids,
         "sampling_params": sampling,
         "return_logprob": True,
         "training": request.training,
     }
+    if stream:
+        body |= {"stream": True, "incremental": True}
     return orjson.dumps(body)
-
-
-def parse_version(text: Any, rid: str) -> int:
-    """Returns a version off the wire, where it is a text, as a number."""
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        raise EngineProtocolError(f"rid={rid}: version {text!r} is not a whole number") from None
-
-
-def _parse_spans(meta: Mapping[str, Any], num_tokens: int, rid: str) -> tuple[VersionSpan, ...]:
-    raw: Sequence[Mapping[str, Any]] | None = meta.get("weight_versions")
-    if raw is None:  # SGLang reports spans only after an update that named a version
-        raw = [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
-    spans = tuple(
-        VersionSpan(version=parse_version(span["version"], rid), start=span["start"], end=span["end"])
-        for span in raw
-        if span["end"] > span["start"]
-    )
-    end = 0
-    for span in spans:
-        if span.start != end:
-            raise EngineProtocolError(f"rid={rid}: version spans leave a gap or overlap: {spans}")
-        end = span.end
-    if end != num_tokens:
-        raise EngineProtocolError(f"rid={rid}: version spans cover {end} of {num_tokens} tokens: {spans}")
-    return spans
-
-
-def decode_completion(body: bytes, request: GenerateRequest) -> Completion:
-    """Returns the completion in a 200 answer to `/generate`.
-
-    Raises: EngineProtocolError if its parts disagree.
-    """
-    rid = request.rid
-    try:
-        parsed = orjson.loads(body)
-        meta = parsed["meta_info"]
-        token_ids = tuple(parsed["output_ids"])
-        triples = meta["output_token_logprobs"] if token_ids else ()
-        logprobs = tuple(triple[0] for triple in triples)
-        logprob_ids = tuple(triple[1] for triple in triples)
-        counted = meta["completion_tokens"]
-        finish_reason = FinishReason(meta["finish_reason"]["type"])
-        if meta["id"] != rid:
-            raise EngineProtocolError(f"rid={rid}: got the answer to {meta['id']!r}")
-        if not len(token_ids) == len(logprobs) == counted or logprob_ids != token_ids:
-            raise EngineProtocolError(
-                f"rid={rid}: {len(token_ids)} ids, {len(logprobs)} logprobs and completion_tokens={counted} "
-                "should agree, and the logprobs should name the same ids"
-            )
-        return Completion(
-            rid=rid,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            version_spans=_parse_spans(meta, len(token_ids), rid),
-            cached_tokens=meta.get("cached_tokens", 0),
-        )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise EngineProtocolError(f"rid={rid}: cannot read the answer ({error!r}): {body[:300]!r}") from error
 
 
 class HttpEngine:
@@ -169,7 +102,7 @@ class HttpEngine:
         control_timeout_s: float = 300.0,
         keep_alive_s: float = 3.0,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._url, self.token = url.rstrip("/"), token
         self._assumed = assumed
         self._info: EngineInfo | None = None
         self._info_lock = asyncio.Lock()
@@ -184,6 +117,16 @@ class HttpEngine:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         self._generate_url = f"{self._url}/generate"
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens."""
+        return self._url
+
+    @property
+    def context_length(self) -> int | None:
+        """How many tokens prompt and answer may have; None before the first `info`."""
+        return self._info.context_length if self._info else None
 
     async def _call(
         self, method: str, url: str, what: str, body: bytes | None = None, *, control: bool = True
@@ -202,8 +145,11 @@ class HttpEngine:
             raise EngineUnavailable(f"{what}: {self._url} cannot be reached: {error!r}") from error
         if status == 200:
             return answer
+        raise self._refusal(status, what, answer)
+
+    def _refusal(self, status: int, what: str, answer: bytes) -> EngineError:
         kind = EngineUnavailable if status >= 500 else EngineRefused
-        raise kind(f"{what}: {self._url} answered {status}, expected 200: {error_message(answer)}")
+        return kind(f"{what}: {self._url} answered {status}, expected 200: {error_message(answer)}")
 
     async def _control(self, path: str, body: dict[str, Any]) -> bytes:
         return await self._call("POST", self._url + path, path, json.dumps(body).encode())
@@ -216,6 +162,51 @@ class HttpEngine:
             "POST", self._generate_url, f"rid={request.rid}", encode_request(request), control=False
         )
         return decode_completion(answer, request)
+
+    async def stream(
+        self,
+        *,
+        rid: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        incremental: bool,
+    ) -> AsyncIterator[Piece]:
+        """Yields pieces of an answer as they come, the last with its finish reason; one if not `incremental`.
+
+        The tokens may be trained on. Leaving the iteration early ends the request at the engine.
+
+        Raises: EngineRefused, EngineProtocolError, EngineUnavailable.
+        """
+        request = GenerateRequest(
+            rid=rid,
+            token_ids=tuple(prompt_ids),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids),
+            training=True,
+        )
+        if not incremental:
+            yield whole(await self.generate(request))
+            return
+        limits = self._info or await self._first_info()
+        check_request(request, limits.vocab_size, limits.context_length)
+        reader, body = AnswerReader(rid), encode_request(request, stream=True)
+        if self._session.closed:
+            raise EngineUnavailable(f"rid={rid}: the client of {self._url} is closed")
+        try:
+            async with self._session.post(self._generate_url, data=body) as response:
+                if response.status != 200:
+                    raise self._refusal(response.status, f"rid={rid}", await response.read())
+                async for data in response.content.iter_any():
+                    for piece in reader.read(data):
+                        yield piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnavailable(f"rid={rid}: {self._url} cannot be reached: {error!r}") from error
+        reader.end()
 
     async def _first_info(self) -> EngineInfo:
         """Returns the limits that requests are checked against; asks once for all callers."""

@@ -16,16 +16,17 @@ from typing import Any
 import orjson
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megloom.compute.cluster.http import TokenGuard
+from megloom.compute.engines.event_stream import EventStream, RefusedStream, cancel_on_disconnect
 from megloom.compute.engines.protocol import PauseMode
 from megloom.compute.engines.service import EngineService, EngineStopped
-from megloom.compute.engines.wire import BadRequest, Limits, format_completion, parse_generate
+from megloom.compute.engines.wire import BadRequest, Limits, format_completion, parse_generate, wants_stream
 
 _MAX_BODY_BYTES = 64 << 20  # a batch of the longest prompts stays far below
 
-Handler = Callable[[Any], Awaitable[Response]]
+Handler = Callable[[Any], Awaitable[ASGIApp]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,12 +110,18 @@ class EngineApp:
         self.router = Router(routes=routes, redirect_slashes=False)
         self.app = TokenGuard(self.router, token)
 
-    async def _generate(self, receive: Receive) -> Response:
+    async def _generate(self, receive: Receive) -> ASGIApp:
         self._service.note_arrival()
-        body = parse_generate(await _read_json(receive), self._limits)
+        given = await _read_json(receive)
+        if wants_stream(given):
+            try:
+                return EventStream(self._service, parse_generate(given, self._limits))
+            except BadRequest as error:
+                return RefusedStream(str(error))
+        body = parse_generate(given, self._limits)
         generating = asyncio.current_task()
         assert generating is not None
-        watcher = asyncio.ensure_future(_cancel_on_disconnect(receive, generating))
+        watcher = asyncio.ensure_future(cancel_on_disconnect(receive, generating))
         try:
             finished = await self._service.generate(body.requests)
         except asyncio.CancelledError:
@@ -236,13 +243,6 @@ class EngineApp:
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
-async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any]) -> None:
-    """Cancels the task when the client goes. Waits for: the disconnect message."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
-
-
 class _Endpoint:
     """One route: calls the handler, turns its errors into SGLang's status codes."""
 
@@ -250,6 +250,7 @@ class _Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: ASGIApp
         try:
             response = await self._handler(receive)
         except BadRequest as error:

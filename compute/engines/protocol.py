@@ -108,8 +108,17 @@ class EngineProtocolError(EngineError):
 class Engine(Protocol):
     """One engine that serves one policy.
 
-    Every method raises `EngineUnavailable` when the engine cannot be reached, except `ready`.
+    Every method raises `EngineUnavailable` when the engine cannot be reached, except `ready`. `url` and
+    `token` are for who asks the engine without this object: the gateway. `context_length` is what `info` last
+    told, None before.
     """
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def token(self) -> str: ...
+    @property
+    def context_length(self) -> int | None: ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Returns the completion, also an aborted one with its partial output; never retries.

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megloom.compute.cluster.http import QuietServer
+from megloom.compute.cluster.http import OneWriteProtocol, QuietServer
 from megloom.compute.engines.batcher import Batcher
 from megloom.compute.engines.checkpoint import ModelConfig, read_config, read_tensors, verify
 from megloom.compute.engines.http_app import EngineApp, EngineIdentity
@@ -99,42 +98,6 @@ def build_app(args: EngineArgs) -> tuple[EngineService, EngineApp]:
     return service, EngineApp(service, limits, identity, args.token)
 
 
-class _OneWriteTransport:
-    """A transport that sends all that is written in one turn of the loop by one system call.
-
-    Uvicorn writes head and body apart; for short answers the second call costs as much as the rest.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._chunks: list[bytes] = []
-        self._loop = asyncio.get_running_loop()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Sends the data in the next turn of the loop."""
-        if not self._chunks:
-            self._loop.call_soon(self._flush)
-        self._chunks.append(data)
-
-    def close(self) -> None:
-        """Sends what is left, then closes."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._chunks:
-            self._transport.write(b"".join(self._chunks))
-            self._chunks.clear()
-
-
-class _Protocol(HttpToolsProtocol):
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_OneWriteTransport(transport))  # type: ignore[arg-type]
-
-
 def _publish_address(path: Path, host: str, port: int) -> None:
     """Writes the address whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -147,7 +110,7 @@ async def _serve(args: EngineArgs, listener: socket.socket) -> None:
     server = QuietServer(
         uvicorn.Config(
             engine_app.app,
-            http=_Protocol,
+            http=OneWriteProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

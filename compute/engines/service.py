@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from megloom.compute.engines.batcher import Batcher
 from megloom.compute.engines.live_request import LiveRequest
@@ -43,6 +43,7 @@ class EngineService:
         self._batcher = batcher
         self._read_weights = read_weights
         self._futures: dict[str, asyncio.Future[LiveRequest]] = {}
+        self._grown: dict[str, asyncio.Event] = {}  # of streamed requests: set when there may be more to send
         self._held: deque[LiveRequest] = deque()  # outside the gate
         self._num_writers = 0
         self._update_lock = asyncio.Lock()  # guards the weights against a second update and a resume
@@ -88,6 +89,8 @@ class EngineService:
                 start, num_before = time.perf_counter(), self.num_sampled
                 for request in self._batcher.step():
                     self._deliver(request)
+                for grown in self._grown.values():
+                    grown.set()
                 self._update_events()
                 await self._take_in()
                 self._measure(time.perf_counter() - start, self.num_sampled - num_before)
@@ -138,6 +141,37 @@ class EngineService:
                 if request.finish_reason is None:
                     self.abort(request.rid)
                 self._futures.pop(request.rid, None)
+
+    async def stream(self, request: LiveRequest) -> AsyncGenerator[LiveRequest, None]:
+        """Yields the request each time it has grown, the last time when it is finished.
+
+        Who takes long between two looks finds more tokens at the next. Leaving the iteration aborts it.
+
+        Raises: BadRequest for a live request id, EngineStopped.
+        """
+        if request.rid in self._futures or request.rid in self._grown:
+            raise BadRequest(f"Duplicate request ID detected: {request.rid}")
+        grown = self._grown[request.rid] = asyncio.Event()
+        generating = asyncio.ensure_future(self.generate([request]))
+
+        def ended(task: asyncio.Task[list[LiveRequest]]) -> None:
+            if not task.cancelled():
+                task.exception()  # seen, also if nobody iterates any more
+            grown.set()
+
+        generating.add_done_callback(ended)
+        num_seen = 0
+        try:
+            while not generating.done():
+                await grown.wait()
+                grown.clear()
+                if request.finish_reason is None and len(request.output_ids) > num_seen:
+                    num_seen = len(request.output_ids)
+                    yield request
+            yield (await generating)[0]
+        finally:
+            del self._grown[request.rid]
+            generating.cancel()
 
     def abort(self, rid: str) -> None:
         """Ends a live request with its partial output; unknown ids are ignored."""

@@ -1,6 +1,8 @@
 """Builds the command line that starts real SGLang (0.5.23) as one of our engines.
 
-Pure: the caller starts the process. The result holds the API key, so it must not be logged.
+One function for GPU production and for the CPU test tier (docs/sglang.md); the CPU form is what
+`make test-sglang` runs. Pure: the caller starts the process. The result holds the API key, so it must not
+be logged.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangArgs:
-    """How to start SGLang. `max_total_tokens` is the size of the key-value pool, a must on a CPU."""
+    """How to start SGLang. `max_total_tokens` is the size of the key-value pool, a must on a CPU.
+
+    `decode_log_interval` is the number of decode steps between two writings of the gauges in `/metrics`;
+    None leaves SGLang's 40.
+    """
 
     model_dir: str
     policy: str
@@ -25,6 +31,7 @@ class SglangArgs:
     mem_fraction_static: float = 0.8
     max_running_requests: int = 64
     max_total_tokens: int = 65536
+    decode_log_interval: int | None = None
 
 
 def sglang_command(args: SglangArgs, *, python: str) -> list[str]:
@@ -48,6 +55,8 @@ def sglang_command(args: SglangArgs, *, python: str) -> list[str]:
     switches = ["skip-tokenizer-init", "enable-metrics"]
     if args.context_length is not None:
         options["context-length"] = args.context_length
+    if args.decode_log_interval is not None:
+        options["decode-log-interval"] = args.decode_log_interval
     if args.device == "cuda":
         options |= {
             "dtype": "bfloat16",

@@ -44,7 +44,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "text": (None,),
     "input_embeds": (None,),
-    "stream": (False, None),
     "logprob_start_len": (-1, None),
     "top_logprobs_num": (0, None),
     "token_ids_logprob": (None,),
@@ -69,11 +68,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateBody:
-    """A parsed body: its requests, and whether the answer is a list."""
+    """A parsed body: its requests, and whether the answer is a list, or events that hold only new tokens."""
 
     requests: list[LiveRequest]
     is_batch: bool
     return_logprob: bool
+    is_incremental: bool = False
 
 
 def _number(
@@ -169,6 +169,11 @@ def _spread(value: Any, count: int, what: str) -> list[Any]:
     return value
 
 
+def wants_stream(body: Any) -> bool:
+    """Returns whether a `/generate` body asks for events; errors then are events too."""
+    return isinstance(body, dict) and body.get("stream") is True
+
+
 def parse_generate(body: Any, limits: Limits) -> GenerateBody:
     """Returns the requests of a `/generate` body.
 
@@ -181,6 +186,8 @@ def parse_generate(body: Any, limits: Limits) -> GenerateBody:
     if not isinstance(ids, list):
         raise BadRequest("input_ids must be a list: this engine takes token ids, no text.")
     is_batch = bool(ids) and isinstance(ids[0], list)
+    if is_batch and wants_stream(body):
+        raise BadRequest("stream takes one input, got a list of inputs.")
     inputs = ids if is_batch else [ids]
     params = _spread(body.get("sampling_params") or {}, len(inputs), "sampling_params")
     given_rid = body.get("rid")
@@ -204,10 +211,13 @@ def parse_generate(body: Any, limits: Limits) -> GenerateBody:
         ],
         is_batch=is_batch,
         return_logprob=bool(body.get("return_logprob")),
+        is_incremental=body.get("incremental") is True,
     )
 
 
-def _finish(request: LiveRequest) -> dict[str, Any]:
+def _finish(request: LiveRequest) -> dict[str, Any] | None:
+    if request.finish_reason is None:
+        return None
     if request.finish_reason is FinishReason.STOP:
         return {"type": "stop", "matched": request.output_ids[-1]}
     if request.finish_reason is FinishReason.LENGTH:
@@ -215,8 +225,14 @@ def _finish(request: LiveRequest) -> dict[str, Any]:
     return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
-def format_completion(request: LiveRequest, *, version: int, return_logprob: bool) -> dict[str, Any]:
-    """Returns the response object of a finished request; `version` is what the engine serves now."""
+def format_completion(
+    request: LiveRequest, *, version: int, return_logprob: bool, since: int = 0
+) -> dict[str, Any]:
+    """Returns the response object of a request as far as it is; `version` is what the engine serves now.
+
+    Only the ids and logprobs of the tokens from `since` on are listed; counts and spans are of all.
+    """
+    output_ids = request.output_ids[since:] if since else request.output_ids
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": _finish(request),
@@ -231,8 +247,8 @@ def format_completion(request: LiveRequest, *, version: int, return_logprob: boo
         ],
     }
     if return_logprob:
-        pairs = zip(request.logprobs, request.output_ids, strict=True)
+        pairs = zip(request.logprobs[since:], output_ids, strict=True)
         meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
         meta["output_token_logprobs_length"] = len(request.logprobs)
         meta["input_token_logprobs"] = []
-    return {"text": "", "output_ids": request.output_ids, "meta_info": meta}
+    return {"text": "", "output_ids": output_ids, "meta_info": meta}

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megloom.compute.engines.answers import Sampled as Sampled  # engines lie below; all others find it here
 from megloom.compute.rollout.protocol import Endpoint
 
 
@@ -27,7 +28,11 @@ class AgentRoute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """An episode attempt that may call. `token` is its secret; it ends `lifetime_s` after it arrives."""
+    """An episode attempt that may call. `token` is its secret; it ends `lifetime_s` after it arrives.
+
+    With `ignores_truncation`, requests may name top-p, top-k or penalties, which are then not applied.
+    `leaf_classes` names the classifier (`leaf_classes.py`) that tells helpers and summaries apart.
+    """
 
     run: str
     episode_id: str
@@ -35,11 +40,14 @@ class Admission:
     token: str
     agents: Mapping[str, AgentRoute]
     lifetime_s: float
+    ignores_truncation: bool = False
+    leaf_classes: str = "all_main"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatCall:
-    """One request of any dialect. `messages`, `tools` are in OpenAI's chat form; `prompt_ids` replaces them.
+    """One request of any dialect. `messages`, `tools` are in OpenAI's chat form; `prompt_ids` or
+    `prompt_text`, a text without a template, replaces them.
 
     `stop` are texts that end the answer; None where the client left the choice to the route.
     """
@@ -48,6 +56,7 @@ class ChatCall:
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     prompt_ids: tuple[int, ...] | None = None
+    prompt_text: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
@@ -77,7 +86,10 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A finished answer. `finish_reason` is stop | length | tool_calls; ids and logprobs as sampled."""
+    """A finished answer. `finish_reason` is stop | length | tool_calls; ids and logprobs as sampled.
+
+    `stop_text` is the text of `ChatCall.stop` that ended it; spans are `[version, start, end)`.
+    """
 
     invocation_id: str
     text: str
@@ -88,6 +100,8 @@ class Reply:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     num_cached_tokens: int = 0
+    stop_text: str | None = None
+    version_spans: tuple[tuple[int, int, int], ...] = ()
 
 
 # --- gateway → conductor
@@ -111,7 +125,10 @@ class CallRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a call runs now. `rid` is new for every place: a retry is another request."""
+    """Where a call runs now. `rid` is new for every place: a retry is another request.
+
+    Prompt and answer together fit into `context_length` tokens; None where the engine's is not known.
+    """
 
     invocation_id: str
     rid: str
@@ -121,15 +138,7 @@ class Placement:
     engine: str
     seed: int
     stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
-    """Tokens with the log-probabilities and version spans `[version, start, end)` that engines gave them."""
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    version_spans: tuple[tuple[int, int, int], ...] = ()
+    context_length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +163,18 @@ class NoPlace(Exception):
     """No engine can take the call before its episode ends; the message names what it waited for."""
 
 
+class GatewayLost(Exception):
+    """The gateway process is gone, and with it the trees of its episodes."""
+
+
 class CallDesk(Protocol):
     """The conductor as the gateway sees it."""
 
     async def place(self, call: CallRequest) -> Placement:
-        """Registers the call and waits for an engine. Raises: NotAdmitted, NoPlace."""
+        """Registers the call and waits for an engine. Raises: NotAdmitted, NoPlace.
+
+        A caller that stops waiting tells it by `end` without a rid, also if the place was just given.
+        """
         ...
 
     async def replace(self, invocation_id: str, rid: str, cause: str) -> Placement:

@@ -21,6 +21,11 @@ def step_of_id(record_id: str) -> int | None:
     return None
 
 
+def is_gateway_call(invocation_id: str) -> bool:
+    """Whether the call came through the gateway (`…-a0-g003`), not from the workflow (`…-a0-i003`)."""
+    return re.search(r"-a\d+-g\d+$", invocation_id) is not None
+
+
 def episode_of_id(record_id: str) -> str | None:
     """The episode of a call's or sample's id `<group>-m001-a0-i003[-s]`; None for an id of another form."""
     match = re.match(r"([ge]\d{6,}-.+?-m\d{3,})(?:-a\d+(?:-.*)?)?$", record_id)

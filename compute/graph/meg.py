@@ -49,6 +49,9 @@ class Vertex:
     engine: str | None = None
     num_reentries: int = 0
     messages: tuple[str, ...] = ()  # of the prompt, each as canonical JSON
+    text: str = ""  # of a gateway's call, whose worker does not know it
+    leaf_class: str = "main"  # which kind of path it ends: what samples are drawn from first
+    unusable: str | None = None  # why an answered call may not be trained on
     fields: dict[str, Any] = field(default_factory=dict)  # user-defined values that came while it lived
     ready_s: float | None = None
     started_s: float | None = None

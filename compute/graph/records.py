@@ -204,6 +204,7 @@ class FieldRecord:
 class SampleRecord:
     """A training row: the path of `leaf_segment`, of which `num_trainable` tokens carry loss.
 
+    `invocation_id` is the call at the leaf, `invocation_ids` are all calls whose answers it trains.
     Demonstrations have no invocation and no task; their advantage is 1 and `version_min` is None.
     """
 
@@ -216,6 +217,7 @@ class SampleRecord:
     group_id: str
     episode_id: str
     invocation_id: str | None
+    invocation_ids: list[str]
     task_id: str | None
     leaf_segment: str
     num_tokens: int

@@ -24,6 +24,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "values": pa.list_(pa.float32()),
     "version_spans": pa.list_(pa.list_(_INT)),
     "sample_ids": pa.list_(_STR),
+    "invocation_ids": pa.list_(_STR),
 }
 _SCALARS: dict[str, pa.DataType] = {"str": _STR, "int": _INT, "float": _REAL, "bool": pa.bool_()}
 

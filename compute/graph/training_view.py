@@ -62,6 +62,7 @@ class Candidate:
     vertex: Vertex
     member: int
     reward: float | None
+    is_inherited: bool = False  # the reward is that of its whole episode: one outcome, however many calls
 
     @property
     def version_min(self) -> int | None:

@@ -80,7 +80,13 @@ def _segments(arrow: pa.Table) -> Columns:
 def _samples(arrow: pa.Table) -> Columns:
     paths = arrow.column("segments").combine_chunks()
     ends = pc.cumulative_sum(pc.list_value_length(paths))
-    return {"leaf_segment": pc.take(pc.list_flatten(paths), pc.subtract(ends, 1))}
+    calls = arrow.column("invocation_id").combine_chunks()
+    has_call = pc.cast(pc.is_valid(calls), pa.int32())
+    offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cast(pc.cumulative_sum(has_call), pa.int32())])
+    return {
+        "leaf_segment": pc.take(pc.list_flatten(paths), pc.subtract(ends, 1)),
+        "invocation_ids": pa.ListArray.from_arrays(offsets, calls.drop_null()),
+    }
 
 
 def _matched(table: str, ids: pa.ChunkedArray, pattern: str) -> pa.Array:

@@ -7,7 +7,7 @@ never becomes 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megloom.compute.workload import Score
@@ -17,12 +17,13 @@ class RewardError(Exception):
     """A reward function raised, or returned something that is no reward."""
 
 
-def normalise(value: Any, *, calls: Mapping[str, str]) -> Score:
+def normalise(value: Any, *, calls: Mapping[str, str], agents: Collection[str] = ()) -> Score:
     """Returns a Score with one entry in `calls` for each call of `calls` (invocation id → agent).
 
+    `agents` are further agents that may have a reward: those whose calls are not known here.
     Raises: RewardError for another type, an unknown key, or a team reward that is not finite.
     """
-    score = _as_score(value, calls)
+    score = _as_score(value, calls, agents)
     if not math.isfinite(score.team):
         raise RewardError(f"team reward must be finite, got {score.team!r}")
     per_call: dict[str, float | None] = {}
@@ -32,7 +33,7 @@ def normalise(value: Any, *, calls: Mapping[str, str]) -> Score:
     return Score(team=float(score.team), agents=score.agents, calls=per_call, metrics=score.metrics)
 
 
-def _as_score(value: Any, calls: Mapping[str, str]) -> Score:
+def _as_score(value: Any, calls: Mapping[str, str], others: Collection[str]) -> Score:
     if isinstance(value, Score):
         score = value
     elif isinstance(value, int | float):
@@ -44,7 +45,7 @@ def _as_score(value: Any, calls: Mapping[str, str]) -> Score:
         score = Score(team=sum(numbers) / len(numbers) if numbers else math.nan, agents=agents, calls=own)
     else:
         raise RewardError(f"expected a number, a mapping or a Score, got {type(value).__name__}")
-    known = set(calls.values())
+    known = {*calls.values(), *others}
     for name in score.agents:
         if name not in known:
             raise RewardError(

@@ -52,6 +52,7 @@ def plan_of(workload: Workload, *, modules: tuple[str, ...]) -> WorkloadPlan:
         has_demonstrations=workload.demonstrate is not None,
         reward_hash=reward_hash(workload),
         code_hashes={name: module_hash(name) for name in modules},
+        uses_gateway=workload.uses_gateway,
     )
 
 

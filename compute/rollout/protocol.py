@@ -21,7 +21,10 @@ class AgentPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadPlan:
-    """A workload as plain data, as its worker loaded it. `policies` are `Policy.model_dump()`s."""
+    """A workload as plain data, as its worker loaded it. `policies` are `Policy.model_dump()`s.
+
+    `uses_gateway` says that its episodes run programs that call agents through the gateway.
+    """
 
     name: str
     policies: dict[str, dict[str, Any]]
@@ -30,6 +33,7 @@ class WorkloadPlan:
     has_demonstrations: bool
     reward_hash: str
     code_hashes: dict[str, str]
+    uses_gateway: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +47,20 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOrder:
-    """`attempt` counts starts of the same episode; invocation ids contain it."""
+    """`attempt` counts starts of the same episode; invocation ids contain it.
+
+    `endpoint` is there where the workload uses the gateway. `timeout_s` is the time that the attempt has,
+    None where the workload's own setting holds. A reward function that raises is asked again,
+    `reward_retries` times.
+    """
 
     episode_id: str
     task_id: str
     split: str
     attempt: int
+    endpoint: Endpoint | None = None
+    timeout_s: float | None = None
+    reward_retries: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,16 +115,21 @@ class FieldReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallScore:
-    """`reward` is None for a call that nobody could score."""
+    """`reward` is None for a call that nobody could score; `is_inherited` if it is its agent's or team's."""
 
     invocation_id: str
     text: str
     reward: float | None
+    is_inherited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOutcome:
-    """How an attempt ended. `state` is an EpisodeState value; `boundary` names where it failed."""
+    """How an attempt ended. `state` is an EpisodeState value; `boundary` names where it failed.
+
+    `calls` are those that the workflow made itself. A call through the gateway has the reward of its agent in
+    `agent_rewards`, else `reward`. A scored outcome with a failure was scored on what was kept.
+    """
 
     episode_id: str
     state: str
@@ -122,6 +139,7 @@ class EpisodeOutcome:
     failure: str | None = None
     boundary: str | None = None
     warnings: tuple[str, ...] = ()
+    agent_rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,5 +180,8 @@ class Worker(Protocol):
     async def demonstrations(self, num_per_agent: int, seed: int) -> list[DemonstrationRow]: ...
     async def run_episode(self, order: EpisodeOrder) -> EpisodeOutcome: ...
     def answer(self, answer: CallAnswer) -> None: ...
-    def cancel(self, episode_id: str, attempt: int) -> None: ...
+    def cancel(self, episode_id: str, attempt: int) -> None:
+        """Ends an attempt; its `run_episode` then returns what could be scored of it."""
+        ...
+
     async def close(self) -> None: ...

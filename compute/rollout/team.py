@@ -14,6 +14,7 @@ from typing import Any
 
 from megloom.compute.graph.records import EdgeKind
 from megloom.compute.rollout.chat import Chat, chat_messages, recorded_messages
+from megloom.compute.rollout.harness import Programs
 from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents
 from megloom.compute.workload import Agent, CallFailed
 
@@ -69,10 +70,12 @@ class Call:
 
 
 class TeamHandle:
-    """`megloom.compute.workload.Team`: has the agents as attributes and nothing else."""
+    """`megloom.compute.workload.Team`: has the agents as attributes, and `run` and `endpoint`."""
 
-    def __init__(self, book: CallBook) -> None:
+    def __init__(self, book: CallBook, programs: Programs | None = None) -> None:
         self._book = book
+        if programs is not None:
+            self.run, self.endpoint = programs.run, programs.endpoint
 
     def __getattr__(self, agent: str) -> Callable[..., Call]:
         book = self.__dict__["_book"]

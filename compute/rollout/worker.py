@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,17 +17,18 @@ from typing import Any
 
 from megloom.compute.cluster.rpc import CallHandler, Channel, NotifyHandler, serve_one
 from megloom.compute.graph.records import TaskRecord
-from megloom.compute.graph.states import EpisodeState
 from megloom.compute.rollout import loading
 from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.dataset import DatasetTask, load_tasks
-from megloom.compute.rollout.episode import Finished, run_episode
+from megloom.compute.rollout.episode import Finished, run_episode, scored_in_part
+from megloom.compute.rollout.harness import Programs
 from megloom.compute.rollout.late_fields import LateFields
 from megloom.compute.rollout.protocol import (
     CallAnswer,
     CallOpened,
     CallPrompt,
     DemonstrationRow,
+    Endpoint,
     EpisodeEvents,
     EpisodeOrder,
     EpisodeOutcome,
@@ -38,6 +40,8 @@ from megloom.compute.rollout.team import CallBook
 from megloom.compute.workload import Workload
 
 log = logging.getLogger(__name__)
+MAX_PROGRAMS = 2 * (os.cpu_count() or 1)  # at once in one worker: more would only slow each other down
+SCORING_S = 10.0  # before an episode's deadline: programs end so that what they left can be scored
 PAGE_CHARS = 16_000_000  # of task rows in one message: far below the channel's largest frame
 
 
@@ -51,6 +55,15 @@ class WorkerArgs:
     import_paths: list[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Live:
+    """An attempt that runs."""
+
+    book: CallBook
+    programs: Programs
+    task: asyncio.Task[EpisodeOutcome]
+
+
 class WorkloadHost:
     """Runs a workload's episodes: `megloom.compute.rollout.protocol.Worker` without the wire."""
 
@@ -58,10 +71,11 @@ class WorkloadHost:
         self.workload, self._name, self._data_dir, self._events = workload, name, data_dir, events
         self._tasks: dict[tuple[str, str], DatasetTask] = {}
         self._chats: dict[str, Chat] = {}
-        self._live: dict[tuple[str, int], tuple[CallBook, asyncio.Task[EpisodeOutcome]]] = {}
+        self._live: dict[tuple[str, int], _Live] = {}
         self._books: dict[str, CallBook] = {}
         self._cancelled: set[tuple[str, int]] = set()
         self._late = LateFields(workload.fields, events.field_ready)
+        self._slots = asyncio.Semaphore(MAX_PROGRAMS)
 
     async def describe(self) -> WorkloadPlan:
         modules = loading.code_modules(self.workload, self._name)
@@ -115,29 +129,35 @@ class WorkloadHost:
         )
         running = asyncio.current_task()
         assert running is not None
-        self._live[order.episode_id, order.attempt] = (book, running)
+        programs = self._programs(order)
+        self._live[order.episode_id, order.attempt] = _Live(book=book, programs=programs, task=running)
         self._books[prefix] = book
+        late = partial(self._late.start, task) if order.split == "train" else _no_fields
         try:
-            trains = order.split == "train"
-            late = partial(self._late.start, task) if trains else _no_fields
-            return await run_episode(self.workload, task, order, book, on_scored=late)
+            return await run_episode(self.workload, task, order, book, on_scored=late, programs=programs)
         except asyncio.CancelledError:
             if (order.episode_id, order.attempt) not in self._cancelled:
                 raise
             running.uncancel()
-            return EpisodeOutcome(
-                episode_id=order.episode_id,
-                state=EpisodeState.FAILED.value,
-                reward=None,
-                calls=(),
-                failure="cancelled by the conductor",
-                boundary="deadline",
-            )
+            return scored_in_part(self.workload, task, order, book, on_scored=late)
         finally:
             book.fail_open("its episode ended")
             del self._live[order.episode_id, order.attempt]
             self._cancelled.discard((order.episode_id, order.attempt))
             del self._books[prefix]
+
+    def _programs(self, order: EpisodeOrder) -> Programs:
+        """The programs of an attempt that begins now."""
+        loop = asyncio.get_running_loop()
+        time_s = order.timeout_s if order.timeout_s is not None else self.workload.training.episode_timeout_s
+        end_s = loop.time() + program_time_s(time_s)
+        return Programs(
+            episode_id=order.episode_id,
+            agents=self.workload.agents,
+            endpoint=order.endpoint,
+            left_s=lambda: end_s - loop.time(),
+            slots=self._slots,
+        )
 
     def answer(self, answer: CallAnswer) -> None:
         """Gives a call its answer; one for an episode that has ended is dropped."""
@@ -146,15 +166,26 @@ class WorkloadHost:
             book.receive(answer)
 
     def cancel(self, episode_id: str, attempt: int) -> None:
+        """Ends an attempt. One that runs a program has a little time to score what that left."""
         live = self._live.get((episode_id, attempt))
-        if live is not None:
-            self._cancelled.add((episode_id, attempt))
-            live[1].cancel()
+        if live is None:
+            return
+        if live.programs.num_running and not live.programs.was_stopped:
+            live.programs.stop()
+            asyncio.get_running_loop().call_later(SCORING_S, self.cancel, episode_id, attempt)
+            return
+        self._cancelled.add((episode_id, attempt))
+        live.task.cancel()
 
     async def close(self) -> None:
         self._late.close()
-        for _, task in list(self._live.values()):
-            task.cancel()
+        for live in list(self._live.values()):
+            live.task.cancel()
+
+
+def program_time_s(episode_s: float) -> float:
+    """What programs have of an episode's time: the rest is for scoring what they left."""
+    return episode_s - min(SCORING_S, episode_s / 4)
 
 
 def _no_fields(finished: Finished) -> None:
@@ -237,7 +268,7 @@ def _call_handlers(host: Callable[[], WorkloadHost]) -> Mapping[str, CallHandler
         return [asdict(row) for row in await host().demonstrations(payload["num"], payload["seed"])]
 
     async def run(payload: dict[str, Any]) -> Any:
-        return asdict(await host().run_episode(EpisodeOrder(**payload)))
+        return asdict(await host().run_episode(_order(payload)))
 
     return {
         "describe": describe,
@@ -246,6 +277,11 @@ def _call_handlers(host: Callable[[], WorkloadHost]) -> Mapping[str, CallHandler
         "demonstrations": demonstrations,
         "run_episode": run,
     }
+
+
+def _order(payload: dict[str, Any]) -> EpisodeOrder:
+    endpoint = payload.pop("endpoint")
+    return EpisodeOrder(endpoint=Endpoint(**endpoint) if endpoint else None, **payload)
 
 
 def _tuples(payload: dict[str, Any]) -> dict[str, Any]:

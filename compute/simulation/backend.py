@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megloom.compute.conductor.backend import CellExit
-from megloom.compute.engines.protocol import GenerateRequest
+from megloom.compute.engines.protocol import EngineUnavailable, GenerateRequest
+from megloom.compute.gateway.protocol import CallDesk, Placement
 from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.rollout.chat import Chat
@@ -19,6 +20,7 @@ from megloom.compute.rollout.dataset import DatasetTask
 from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents, FieldReady
 from megloom.compute.rollout.worker import WorkloadHost
 from megloom.compute.simulation.cells import Costs, ModelledEngine, ModelledTrainer
+from megloom.compute.simulation.gateway import ModelledGateway, Switchboard
 from megloom.compute.trainers.protocol import TrainerPlan
 from megloom.compute.workload import Prompt, Workload
 
@@ -31,6 +33,7 @@ class Faults:
     """
 
     engine_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    gateway_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trainer_deaths: Mapping[str, int] = field(default_factory=dict)
     hang_probability: float = 0.0
     seed: int = 0
@@ -133,17 +136,27 @@ class ModelledBackend:
     """Starts modelled cells. Deaths are timers of the virtual loop."""
 
     def __init__(
-        self, workload: Workload, *, num_tasks: int, costs: Costs, faults: Faults, engine_slots: int
+        self,
+        workload: Workload,
+        *,
+        num_tasks: int,
+        costs: Costs,
+        faults: Faults,
+        engine_slots: int,
+        switchboard: Switchboard | None = None,
     ) -> None:
         self.exits: asyncio.Queue[CellExit] = asyncio.Queue()
+        self._switchboard = switchboard or Switchboard()
         self._workload, self._num_tasks = workload, num_tasks
         self._costs, self._faults, self._slots = costs, faults, engine_slots
         self._engines: dict[str, ModelledEngine] = {}
+        self._gateways: dict[str, ModelledGateway] = {}
+        self._num_tokens = 0
         self._lives: dict[str, int] = {}
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.call_at(time_s, self._kill, cell)
-            for cell, times in faults.engine_deaths.items()
+            for cell, times in [*faults.engine_deaths.items(), *faults.gateway_deaths.items()]
             for time_s in times
         ]
 
@@ -165,22 +178,41 @@ class ModelledBackend:
         )
         return engine
 
+    async def start_gateway(self, name: str, desk: CallDesk) -> ModelledGateway:
+        self._lives[name] = self._lives.get(name, 0) + 1
+        await asyncio.sleep(self._costs.start_s)
+        gateway = ModelledGateway(f"{name}.{self._lives[name]}", desk=desk, engine_at=self._engine_at)
+        self._gateways[name] = gateway
+        self._switchboard.add(gateway)
+        return gateway
+
+    def new_token(self) -> str:
+        self._num_tokens += 1
+        return f"token-{self._num_tokens}"
+
     def incarnation(self, name: str) -> int:
         return self._lives.get(name, 0)
 
     async def stop(self, name: str) -> None:
-        if (engine := self._engines.pop(name, None)) is not None:
-            engine.die()
+        if (cell := self._engines.pop(name, None) or self._gateways.pop(name, None)) is not None:
+            cell.die()
 
     async def close(self) -> None:
         for timer in self._timers:
             timer.cancel()
 
     def _kill(self, cell: str) -> None:
-        if (engine := self._engines.pop(cell, None)) is not None:
-            engine.die()
+        if (dying := self._engines.pop(cell, None) or self._gateways.pop(cell, None)) is not None:
+            dying.die()
             cause = "killed by the simulation"
             self.exits.put_nowait(CellExit(name=cell, incarnation=self._lives[cell], cause=cause))
+
+    def _engine_at(self, placement: Placement) -> ModelledEngine:
+        """The engine behind an address. Raises: EngineUnavailable if nothing listens there."""
+        engine = self._engines.get(placement.url.removeprefix("sim://"))
+        if engine is None:
+            raise EngineUnavailable(f"{placement.url}: connection refused")
+        return engine
 
     def _hangs(self, request: GenerateRequest) -> bool:
         dice = random.Random(derive_seed(self._faults.seed, "hang", request.rid))

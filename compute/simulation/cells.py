@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from megloom.compute.engines.answers import Piece, Sampled
 from megloom.compute.engines.protocol import (
     Completion,
     EngineInfo,
@@ -31,6 +32,8 @@ from megloom.compute.trainers.protocol import (
 )
 
 VOCABULARY = 128
+CONTEXT_LENGTH = 1 << 16
+PIECE_TOKENS = 4  # of a streamed answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,9 @@ class Costs:
 
 class ModelledEngine:
     """An `Engine`. `die` makes it unreachable; a request for which `hangs` says True never answers."""
+
+    token = ""
+    context_length = CONTEXT_LENGTH
 
     def __init__(
         self,
@@ -78,6 +84,52 @@ class ModelledEngine:
         finally:
             self._live.pop(request.rid, None)
 
+    @property
+    def url(self) -> str:
+        return f"sim://{self._cell}"
+
+    async def stream(
+        self,
+        *,
+        rid: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        incremental: bool,
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of the answer as their time comes; those of a dead engine end in the middle."""
+        request = GenerateRequest(
+            rid=rid,
+            token_ids=tuple(prompt_ids),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids),
+            training=True,
+        )
+        await self._reachable()
+        interrupt = self._live[rid] = asyncio.get_running_loop().create_future()
+        try:
+            await self._running.wait()
+            ids, wait_s, token_s = self._draw(request)
+            size = PIECE_TOKENS if incremental else len(ids)
+            for start in range(0, len(ids), size):
+                new = ids[start : start + size]
+                timeout = None if self._hangs(request) else wait_s + len(new) * token_s
+                done, _ = await asyncio.wait([interrupt], timeout=timeout)
+                if done:
+                    interrupt.result()
+                    yield Sampled(), FinishReason.ABORT.value
+                    return
+                spans, wait_s = ((self._version, start, start + len(new)),), 0.0
+                is_last = start + len(new) == len(ids)
+                reason = _reason(request, ids).value if is_last else None
+                yield Sampled(token_ids=new, logprobs=tuple(-2.0 for _ in new), version_spans=spans), reason
+        finally:
+            self._live.pop(rid, None)
+
     async def abort(self, rid: str) -> None:
         await self._reachable()
         if (interrupt := self._live.get(rid)) is not None and not interrupt.done():
@@ -102,7 +154,7 @@ class ModelledEngine:
             policy=self._policy,
             version=self._version,
             vocab_size=VOCABULARY,
-            context_length=1 << 16,
+            context_length=CONTEXT_LENGTH,
             incarnation=self._cell,
             paused=not self._running.is_set(),
         )
@@ -126,20 +178,27 @@ class ModelledEngine:
 
     async def _sample(self, request: GenerateRequest, interrupt: asyncio.Future[None]) -> Completion:
         await self._running.wait()
-        version, dice = self._version, random.Random(request.seed)
-        num_tokens = min(request.max_tokens, 1 + int(dice.expovariate(1 / 8)))
-        load = 1.0 + len(self._live) / self._slots
-        seconds = self._costs.call_s + load * (
-            len(request.token_ids) * self._costs.prompt_token_s + num_tokens * self._costs.token_s
-        )
-        timeout = None if self._hangs(request) else seconds
+        version = self._version
+        ids, wait_s, token_s = self._draw(request)
+        timeout = None if self._hangs(request) else wait_s + len(ids) * token_s
         done, _ = await asyncio.wait([interrupt], timeout=timeout)
         if done:
             interrupt.result()
             return _completion(request, (), version, FinishReason.ABORT)
+        return _completion(request, ids, version, _reason(request, ids))
+
+    def _draw(self, request: GenerateRequest) -> tuple[tuple[int, ...], float, float]:
+        """What the request samples, the seconds before its first token, and those of each token."""
+        dice = random.Random(request.seed)
+        num_tokens = min(request.max_tokens, 1 + int(dice.expovariate(1 / 8)))
+        load = 1.0 + len(self._live) / self._slots
+        wait_s = self._costs.call_s + load * len(request.token_ids) * self._costs.prompt_token_s
         ids = tuple(dice.randrange(48, 58) for _ in range(num_tokens))
-        stopped = num_tokens < request.max_tokens
-        return _completion(request, ids, version, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        return ids, wait_s, load * self._costs.token_s
+
+
+def _reason(request: GenerateRequest, ids: tuple[int, ...]) -> FinishReason:
+    return FinishReason.STOP if len(ids) < request.max_tokens else FinishReason.LENGTH
 
 
 def _completion(

@@ -12,6 +12,7 @@ from megloom.compute.conductor.session import Session
 from megloom.compute.simulation.backend import Faults, ModelledBackend
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.clock import run_virtual
+from megloom.compute.simulation.gateway import Switchboard
 from megloom.compute.simulation.store import MemoryStore
 from megloom.compute.workload import Workload
 
@@ -35,8 +36,12 @@ def simulate(
     num_tasks: int = 64,
     costs: Costs | None = None,
     faults: Faults | None = None,
+    switchboard: Switchboard | None = None,
 ) -> Simulated:
-    """Runs the session. The same arguments give byte-equal events."""
+    """Runs the session. The same arguments give byte-equal events.
+
+    A workflow whose programs call through the gateway reaches it by the `switchboard`.
+    """
 
     async def main() -> Simulated:
         events: list[str] = []
@@ -48,6 +53,7 @@ def simulate(
                 costs=costs or Costs(),
                 faults=faults or Faults(),
                 engine_slots=config.cells.engine_slots,
+                switchboard=switchboard,
             ),
             store=store or MemoryStore(),
             paths=RunPaths(home=Path("simulated"), run=config.run),

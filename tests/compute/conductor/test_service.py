@@ -24,7 +24,7 @@ from megloom.compute.conductor.client import (
 )
 from megloom.compute.conductor.http_api import build_app
 from megloom.compute.graph.schemas import from_table
-from megloom.compute.store.lineage import version_lineage
+from megloom.compute.store.lineage.backward import version_lineage
 from megloom.compute.store.reader import MegReader
 from tests.service_fixture import config, follow, processes, service, wait_until_gone
 

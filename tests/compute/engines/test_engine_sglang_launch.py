@@ -44,6 +44,12 @@ def test_cpu_form_is_plain_float32_with_a_bounded_pool_and_sleeps_when_idle():
     assert "--enable-deterministic-inference" not in arguments
 
 
+def test_gauges_are_written_as_often_as_asked_on_either_device():
+    for device in ("cuda", "cpu"):
+        assert value_of(command(device, decode_log_interval=1), "--decode-log-interval") == "1"
+        assert "--decode-log-interval" not in command(device)
+
+
 def test_key_is_not_part_of_the_printed_arguments():
     args = SglangArgs(model_dir="/m", policy="p", version=0, api_key="secret", port=1, device="cpu")
     assert "secret" not in repr(args)

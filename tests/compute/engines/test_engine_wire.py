@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megloom.compute.engines.protocol import FinishReason
 from megloom.compute.engines.wire import BadRequest, Limits, format_completion, parse_generate
 
 LIMITS = Limits(vocab_size=61, context_length=300, eos_token_ids=(9,))
@@ -43,7 +44,7 @@ def test_ignore_eos_ignores_all_stop_ids_as_sglang_does():
         ({"input_ids": [1, True]}, "integers"),
         ({"input_ids": [1, 2.0]}, "integers"),
         ({"text": "hello"}, "text"),
-        ({"stream": True}, "stream"),
+        ({"input_ids": [[1], [2]], "stream": True}, "stream takes one input"),
         ({"logprob_start_len": 0}, "logprob_start_len"),
         ({"top_logprobs_num": 3}, "top_logprobs_num"),
         ({"sampling_params": [1]}, "sampling_params"),
@@ -76,7 +77,9 @@ def test_body_must_be_an_object(body):
 
 
 def test_answer_of_a_request_that_was_aborted_before_its_first_token_is_empty(make_live):
-    answer = format_completion(make_live(1, [1, 2]), version=5, return_logprob=True)
+    aborted = make_live(1, [1, 2])
+    aborted.finish_reason = FinishReason.ABORT
+    answer = format_completion(aborted, version=5, return_logprob=True)
     assert answer["output_ids"] == []
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["meta_info"]["weight_versions"] == []

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megloom.compute.graph.ids import episode_of_id, step_of_id
+from megloom.compute.graph.ids import episode_of_id, is_gateway_call, step_of_id
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,10 @@ def test_the_ids_of_an_episodes_records_tell_the_episode(end: str) -> None:
 @pytest.mark.parametrize("record_id", ["g000012-0003", "e1", "solver-d000000-000012", "g000012-0003-m001-x"])
 def test_ids_without_an_episode_tell_none(record_id: str) -> None:
     assert episode_of_id(record_id) is None
+
+
+def test_calls_through_the_gateway_are_told_from_the_workflows_own() -> None:
+    assert is_gateway_call("g000001-0000-m000-a0-g003")
+    assert not is_gateway_call("g000001-0000-m000-a0-i003")
+    assert step_of_id("g000001-0000-m000-a0-g003") == 1
+    assert episode_of_id("g000001-0000-m000-a0-g003-s") == "g000001-0000-m000"

@@ -130,6 +130,7 @@ class Build:
             "group_id": "g1",
             "episode_id": "e1",
             "invocation_id": "i1",
+            "invocation_ids": ["i1"],
             "task_id": "t1",
             "leaf_segment": "s1",
             "num_tokens": 7,

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.compute.store.lineage.test_backward import step_0, step_1, step_2
 
 from megloom.compute.store.files import Folder
 from megloom.compute.store.lineage.forward import reward_influence, task_influence
 from megloom.compute.store.seal import write_step
+from tests.compute.store.lineage.test_backward import step_0, step_1, step_2
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Hostile requests against whole services: short in `make test`, long in `make fuzz`."""
