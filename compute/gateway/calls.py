@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from megloom.compute.gateway.answers import GrowingAnswer
 from megloom.compute.gateway.dialects.errors import CallError, ErrorKind
 from megloom.compute.gateway.episodes import Episode, LiveRequest
 from megloom.compute.gateway.prompts import Prepared, Prompts
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where a stream's deltas go, by choice."""
+    """Where a stream's deltas go, by choice. `is_due` is False while they would only wait for later ones."""
 
+    def is_due(self) -> bool: ...
     async def add(self, choice: int, deltas: Sequence[Delta]) -> None: ...
     async def end(self, choice: int, reply: Reply) -> None: ...
 
@@ -67,16 +69,16 @@ class Calls:
         self, live: LiveRequest, prepared: Prepared, choice: int, sink: Sink | None
     ) -> Reply:
         request, episode = prepared.requests[choice], live.episode
-        emit = partial(sink.add, choice) if sink is not None else None
         episode.num_calls += 1
         placed: Placed | None = None
         try:
             placed = await self._sampler.place(prepared, request)
             incremental = sink is not None or bool(prepared.call.stop)
-            finish_reason = await self._sampler.sample(placed, incremental=incremental, emit=emit)
+            pass_on = partial(_pass_on, sink, choice, placed.answer) if sink is not None else None
+            finish_reason = await self._sampler.sample(placed, incremental=incremental, pass_on=pass_on)
             deltas = placed.answer.finish()
-            if emit is not None and deltas:
-                await emit(deltas)
+            if sink is not None and deltas:
+                await sink.add(choice, deltas)
         except BaseException as error:
             episode.num_failed += 1
             # Who stops waiting for a place withdraws the call; one that was refused has nothing to end.
@@ -135,6 +137,12 @@ def _failed(request: CallRequest, placed: Placed | None, failure: str) -> CallEn
         text="",
         failure=failure,
     )
+
+
+async def _pass_on(sink: Sink, choice: int, answer: GrowingAnswer) -> None:
+    """Tells a stream what is new in its answer, if it is time."""
+    if sink.is_due() and (deltas := answer.deltas()):
+        await sink.add(choice, deltas)
 
 
 def _cause(error: BaseException, live: LiveRequest) -> str:

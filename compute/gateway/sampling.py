@@ -7,7 +7,7 @@ along; an engine's request ends when its answer is no longer wanted. Called by `
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from megloom.compute.engines.protocol import EngineError, EngineRefused, EngineUnavailable, FinishReason
@@ -17,7 +17,6 @@ from megloom.compute.gateway.prompts import Prepared
 from megloom.compute.gateway.protocol import (
     CallDesk,
     CallRequest,
-    Delta,
     Placement,
     Sampled,
     StreamingEngine,
@@ -27,7 +26,7 @@ from megloom.compute.gateway.tool_calls import AnswerParser
 log = logging.getLogger(__name__)
 MAX_PLACES = 8  # of one call; the conductor gives up earlier, this ends a loop if it does not
 Pieces = AsyncIterator[tuple[Sampled, str | None]]
-Emit = Callable[[Sequence[Delta]], Awaitable[None]]
+PassOn = Callable[[], Awaitable[None]]  # called when the answer has grown
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +60,7 @@ class Sampler:
         )
         return Placed(request=request, placement=placement, answer=answer)
 
-    async def sample(self, placed: Placed, *, incremental: bool, emit: Emit | None) -> str:
+    async def sample(self, placed: Placed, *, incremental: bool, pass_on: PassOn | None) -> str:
         """Samples the whole answer; returns its finish reason, stop or length.
 
         Raises: CallError, NotAdmitted, NoPlace.
@@ -73,7 +72,7 @@ class Sampler:
         while True:
             answer.begin_request()
             try:
-                finish_reason = await self._read(placed, incremental=incremental, emit=emit)
+                finish_reason = await self._read(placed, incremental=incremental, pass_on=pass_on)
                 cause = f"engine {placed.placement.engine} ended the request without an answer"
             except EngineUnavailable as error:
                 finish_reason, cause = answer.is_complete(), str(error)
@@ -85,7 +84,7 @@ class Sampler:
                 return finish_reason
             await self._replace(placed, cause)
 
-    async def _read(self, placed: Placed, *, incremental: bool, emit: Emit | None) -> str | None:
+    async def _read(self, placed: Placed, *, incremental: bool, pass_on: PassOn | None) -> str | None:
         """Reads one engine's answer; None if the engine ended it without being asked to."""
         answer, placement = placed.answer, placed.placement
         pieces: Pieces = self._engines(placement).stream(
@@ -100,8 +99,8 @@ class Sampler:
         try:
             async for sampled, finish_reason in pieces:
                 answer.take(sampled)
-                if emit is not None and (deltas := answer.deltas()):
-                    await emit(deltas)
+                if pass_on is not None:
+                    await pass_on()
                 if answer.stop_text is not None:
                     return FinishReason.STOP.value
                 if finish_reason is not None and finish_reason != FinishReason.ABORT:

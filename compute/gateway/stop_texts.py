@@ -11,7 +11,10 @@ from collections.abc import Sequence
 def beginning_at_end(text: str, markers: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of one of `markers` (never all of it)."""
     longest = max((len(marker) for marker in markers), default=0) - 1
-    for size in range(min(longest, len(text)), 0, -1):
+    end = text[-longest:] if longest > 0 else ""
+    if not any(marker[0] in end for marker in markers):  # nearly always, and this is asked for every piece
+        return 0
+    for size in range(len(end), 0, -1):
         tail = text[-size:]
         if any(len(marker) > size and marker.startswith(tail) for marker in markers):
             return size

@@ -38,11 +38,15 @@ class SentStream:
         self._held = b""  # events that go out with the next ones
         self._sent_s = -math.inf
 
+    def is_due(self) -> bool:
+        """See `Sink.is_due`."""
+        return self._clock() - self._sent_s >= GATHER_S
+
     async def add(self, choice: int, deltas: Sequence[Delta]) -> None:
         """See `Sink.add`. Raises: CallError if the client has stalled."""
         await self._open()
         self._held += b"".join([self._events.add(choice, delta) for delta in deltas])
-        if self._held and self._clock() - self._sent_s >= GATHER_S:
+        if self._held and self.is_due():
             await self._send(b"")
 
     async def end(self, choice: int, reply: Reply) -> None:

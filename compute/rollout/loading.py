@@ -53,6 +53,7 @@ def plan_of(workload: Workload, *, modules: tuple[str, ...]) -> WorkloadPlan:
         reward_hash=reward_hash(workload),
         code_hashes={name: module_hash(name) for name in modules},
         uses_gateway=workload.uses_gateway,
+        leaf_classes=workload.leaf_classes,
     )
 
 

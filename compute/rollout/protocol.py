@@ -34,6 +34,7 @@ class WorkloadPlan:
     reward_hash: str
     code_hashes: dict[str, str]
     uses_gateway: bool = False
+    leaf_classes: str = "all_main"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

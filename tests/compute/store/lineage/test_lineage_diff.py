@@ -8,7 +8,7 @@ import pytest
 from megloom.compute.store.files import Folder
 from megloom.compute.store.lineage.diff import lineage_diff
 from megloom.compute.store.seal import write_step
-from tests.compute.store.lineage.test_backward import step_0, step_1, step_2
+from tests.compute.store.lineage.test_lineage_backward import step_0, step_1, step_2
 
 
 @pytest.fixture

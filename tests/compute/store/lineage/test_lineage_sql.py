@@ -13,7 +13,7 @@ from megloom.compute.store.files import Folder
 from megloom.compute.store.lineage.compaction import compact
 from megloom.compute.store.lineage.sql import BadQuery, query, views, write_views
 from megloom.compute.store.seal import write_step
-from tests.compute.store.lineage.test_backward import file_of, step_0, step_1, step_2
+from tests.compute.store.lineage.test_lineage_backward import file_of, step_0, step_1, step_2
 
 V1 = str(Path(__file__).parents[3] / "data" / "meg_v1")
 

@@ -11,7 +11,7 @@ from megloom.compute.store.lineage.path import lineage_path
 from megloom.compute.store.manifest import step_folder
 from megloom.compute.store.seal import write_step
 from tests.compute.store.lineage.runs import random_run
-from tests.compute.store.lineage.test_backward import step_0, step_1, step_2
+from tests.compute.store.lineage.test_lineage_backward import step_0, step_1, step_2
 
 
 @pytest.fixture
