@@ -99,6 +99,7 @@ needs_program = pytest.mark.skipif(
 
 
 @needs_program
+@pytest.mark.slow
 def test_the_unchanged_program_repairs_a_repository_through_the_endpoint() -> None:
     done, asked = run_repair([BUG.repair(BUG.right), SUBMIT])
     assert done.program.exit_code == 0, done.program.output
