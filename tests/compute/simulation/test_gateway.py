@@ -296,3 +296,21 @@ def test_random_deaths_of_engines_and_gateways_lose_no_episode(seed: int) -> Non
     assert [report.num_episodes for report in simulated.reports[1:]] == [8] * 12
     batched = Counter(name for batch in records(store, "micro_batches") for name in batch.sample_ids)
     assert all(count == 1 for count in batched.values())
+
+
+def test_a_workflow_may_mix_its_own_calls_with_those_of_a_program() -> None:
+    harness = Harness()
+
+    async def mixed(task: Any, team: Any) -> list[str]:
+        plan = team.planner(task.prompt)
+        talk, own = await asyncio.gather(harness.converse(team, "solver"), team.solver(task.prompt, plan))
+        return [*talk, own.text]
+
+    store = MemoryStore(keep_steps=4)
+    simulated = run(store=store, harness=harness, workflow=mixed)
+    assert (simulated.state, simulated.failure) == ("finished", None)
+    calls = [call for call in records(store, "invocations") if call.step == 1]
+    trained = [call for call in calls if not call.episode_id.startswith("e")]
+    per_episode = Counter((call.episode_id, call.agent) for call in trained)
+    assert set(per_episode.values()) == {1, NUM_TURNS + 1} and len(per_episode) == 2 * 4
+    assert len({call.invocation_id for call in trained}) == len(trained)
