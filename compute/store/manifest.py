@@ -84,13 +84,34 @@ def path_name(what: str, name: str) -> str:
     return name
 
 
+def signed_json(name: str, content: Mapping[str, Any]) -> bytes:
+    """JSON with a digest of its own content, which stands under `name`.
+
+    Raises: ValueError if the content is not JSON (NaN counts as not JSON); TypeError for foreign objects.
+    """
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return f'{{"digest": "{file_digest(text.encode())}", "{name}": {text}}}'.encode()
+
+
+def read_signed_json(name: str, data: bytes, path: str, *, what: str) -> dict[str, Any]:
+    """The inverse of `signed_json`. Raises: CorruptFile, naming `path` and what it should have been."""
+    try:
+        outer = json.loads(data)
+        content: dict[str, Any] = outer[name]
+        digest = outer["digest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFile(f"{path}: not {what} ({error})") from None
+    if file_digest(json.dumps(content, sort_keys=True).encode()) != digest:
+        raise CorruptFile(f"{path}: its content does not match its digest")
+    return content
+
+
 def manifest_bytes(manifest: Manifest) -> bytes:
     """JSON with a digest of its own content.
 
     Raises: ValueError if the snapshot is not JSON (NaN counts as not JSON); TypeError for foreign objects.
     """
-    content = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
-    return f'{{"digest": "{file_digest(content.encode())}", "manifest": {content}}}'.encode()
+    return signed_json("manifest", asdict(manifest))
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
@@ -98,13 +119,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
     Raises: CorruptFile, naming `path`; StoreError if a newer version of this program wrote it.
     """
-    try:
-        outer = json.loads(data)
-        content, digest = outer["manifest"], outer["digest"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFile(f"{path}: not a manifest ({error})") from None
-    if file_digest(json.dumps(content, sort_keys=True).encode()) != digest:
-        raise CorruptFile(f"{path}: its content does not match its digest")
+    content = read_signed_json("manifest", data, path, what="a manifest")
     if content["schema_version"] > SCHEMA_VERSION:
         raise StoreError(
             f"{path}: schema version {content['schema_version']}, this reader knows {SCHEMA_VERSION}"

@@ -8,7 +8,6 @@ hold them. The whole folder is derived: deleted, it is made again from the steps
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,9 +15,8 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megloom.compute.store.errors import CorruptFile, StoreError
-from megloom.compute.store.files import file_digest
-from megloom.compute.store.manifest import SealedFile, run_folder
+from megloom.compute.store.errors import StoreError
+from megloom.compute.store.manifest import SealedFile, read_signed_json, run_folder, signed_json
 
 FAN_OUT = 10
 BLOCK_VERSION = 1
@@ -94,8 +92,7 @@ def window_of(step: int, size: int) -> Window:
 
 def block_bytes(block: Block) -> bytes:
     """JSON with a digest of its own content."""
-    content = json.dumps(asdict(block), sort_keys=True)
-    return f'{{"digest": "{file_digest(content.encode())}", "block": {content}}}'.encode()
+    return signed_json("block", asdict(block))
 
 
 def parse_block(data: bytes, path: str) -> Block:
@@ -103,13 +100,7 @@ def parse_block(data: bytes, path: str) -> Block:
 
     Raises: CorruptFile, naming `path`; StoreError if a newer version of this program wrote it.
     """
-    try:
-        outer = json.loads(data)
-        content, digest = outer["block"], outer["digest"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFile(f"{path}: not an index block ({error})") from None
-    if file_digest(json.dumps(content, sort_keys=True).encode()) != digest:
-        raise CorruptFile(f"{path}: its content does not match its digest")
+    content = read_signed_json("block", data, path, what="an index block")
     if content["block_version"] > BLOCK_VERSION:
         raise StoreError(
             f"{path}: index version {content['block_version']}, this reader knows {BLOCK_VERSION}"
