@@ -17,11 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megloom.compute.closed import Closed
+from megloom.compute.policy import Algorithm as Algorithm
+from megloom.compute.policy import Lora as Lora
+from megloom.compute.policy import ModelSource as ModelSource
+from megloom.compute.policy import Optimizer as Optimizer
+from megloom.compute.policy import PackagedGguf as PackagedGguf
+from megloom.compute.policy import Policy as Policy
+from megloom.compute.policy import PretrainedModel as PretrainedModel
+from megloom.compute.policy import Publishing as Publishing
+from megloom.compute.policy import RandomModel as RandomModel
+from megloom.compute.policy import Tokenizer as Tokenizer
+from megloom.compute.policy import Trainer as Trainer
 
 
 class Sampling(Closed):
@@ -29,93 +40,6 @@ class Sampling(Closed):
 
     max_tokens: int = Field(ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-
-
-class Tokenizer(Closed):
-    """A word-level tokenizer made from a list of words; `special` words are never split.
-
-    `pattern` cuts the text into words. `chat_template` is a Jinja template over `messages` that ends where
-    the model's answer begins; `stop` is the special word that ends an answer. A piece that is no word becomes
-    the special word `unknown`; without one it is refused.
-    """
-
-    words: tuple[str, ...]
-    special: tuple[str, ...]
-    pattern: str
-    chat_template: str
-    stop: str
-    unknown: str | None = None
-
-    @model_validator(mode="after")
-    def _roles_are_special_words(self) -> Tokenizer:
-        for role, word in (("stop", self.stop), ("unknown", self.unknown)):
-            if word is not None and word not in self.special:
-                raise ValueError(f"{role} word {word!r} must be one of the special words {self.special}")
-        return self
-
-
-class RandomModel(Closed):
-    """A transformer with random initial weights: `architecture` is qwen3 or llama, `config` its HF config."""
-
-    source: Literal["random"] = "random"
-    architecture: Literal["qwen3", "llama"]
-    config: dict[str, int | float | bool]
-    tokenizer: Tokenizer
-
-
-class PretrainedModel(Closed):
-    """A Hugging Face `save_pretrained` directory on this machine."""
-
-    source: Literal["pretrained"] = "pretrained"
-    path: str
-
-
-class PackagedGguf(Closed):
-    """A GGUF file inside an installed Python package, converted once to safetensors and cached."""
-
-    source: Literal["gguf"] = "gguf"
-    package: str
-    pattern: str = "*.gguf"
-
-
-ModelSource = Annotated[RandomModel | PretrainedModel | PackagedGguf, Field(discriminator="source")]
-
-
-class Optimizer(Closed):
-    """AdamW. `grad_clip` bounds the gradient's norm after the one scaling at the optimizer boundary.
-
-    The learning rate rises linearly over `warmup_steps`; with `total_steps` it then falls as a cosine and is
-    0 from that optimizer step on.
-    """
-
-    learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    total_steps: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _warmup_ends_before_the_last_step(self) -> Optimizer:
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be below total_steps {self.total_steps}")
-        return self
-
-
-class Algorithm(Closed):
-    """Base of the algorithms in `megloom.compute.algorithms`; `name` picks the class from its table."""
-
-    name: str
-
-
-class Policy(Closed):
-    """A set of trained weights. `warm_optimizer` serves the warm start; without it a new `optimizer` does."""
-
-    model: ModelSource
-    algorithm: Any
-    optimizer: Optimizer
-    warm_optimizer: Optimizer | None = None
-    trained: bool = True
 
 
 class Training(Closed):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("compute", "resources", "assets", "pipelines", "megloom")  # from the ground up
 COMPUTE = (  # from the ground up; a package may import those before it, and itself
     "closed",
+    "policy",
     "workload",
     "graph",
     "algorithms",

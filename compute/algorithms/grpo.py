@@ -16,27 +16,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from megloom.compute.workload import Algorithm
+from megloom.compute.algorithms.base import PolicyGradient
 
 _EPSILON = 1e-6  # added to std, in reward units; the value that all peers use
 _SAME_REWARD = 2.0**-21  # relative to the largest reward: 4 float32 ulps, so float noise is not a signal
 
 
-class Grpo(Algorithm):
-    """The knobs. The ratio is clipped to [1 − clip_low, 1 + clip_high]."""
+class Grpo(PolicyGradient):
+    """The knobs beside those of `PolicyGradient`."""
 
     name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    clip_high: float = Field(default=0.28, ge=0)
     normalise: Literal["std", "none"] = "std"
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "episode-mean"] = "token-mean"
     min_group_size: int = Field(default=2, ge=2)
-    reward_field: str | None = Field(default=None, description="the workload's field to take as reward")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The user-defined fields without which a call cannot be trained on."""
-        return frozenset() if self.reward_field is None else frozenset({self.reward_field})
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """One advantage per scored member of a group, in the order given.

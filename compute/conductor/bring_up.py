@@ -184,6 +184,9 @@ class BringUp:
             seed=derive_seed(config.seed, "model", policy) % 2**31,
             device=config.cells.device,
             threads=config.cells.threads,
+            trainer=spec["trainer"],
+            publishing=spec["publishing"],
+            max_off_policy_steps=spec["max_off_policy_steps"],
         )
 
     async def _ledger(self, trainers: dict[str, Trainer], snapshot: Snapshot | None) -> Ledger:

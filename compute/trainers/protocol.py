@@ -6,11 +6,18 @@ scales once, at `optim_step`. So any cut of a batch into micro-batches gives the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+# Per-token columns of a row: what an algorithm makes (advantages, returns) and what `Trainer.forward` gives.
+# "values": the critic's; "reference_logprobs": of the policy's first trained-from version, for a KL term;
+# "proximal_logprobs": of the weights that the trainer holds, for decoupled corrections over several updates.
+COLUMNS = ("advantages", "returns", "values", "reference_logprobs", "proximal_logprobs")
+FORWARD_COLUMNS = ("values", "reference_logprobs", "proximal_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +28,10 @@ class TrainingRow:
     behaviour logprobs there (temperature `temperature` applied, full support) and 0 elsewhere.
     The first token has no prefix, so it is never trainable. `weight` multiplies the row's token losses
     before they are summed.
+
+    `columns` holds further float32 arrays of shape [T], by the names of `COLUMNS`; "advantages" there
+    replaces `advantage`. `version_min` is the oldest policy version among the trainable tokens, None for a
+    demonstration. Rows with the same `episode_id` may share a prefix, which is then computed once.
     """
 
     sample_id: str
@@ -30,6 +41,9 @@ class TrainingRow:
     advantage: float
     weight: float
     temperature: float
+    episode_id: str = ""
+    version_min: int | None = None
+    columns: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +61,9 @@ class GradientReport:
 
     `num_rows` counts rows with a trainable token; the others, which contribute nothing, are `num_empty_rows`.
     `max_logprob_gap` is max |trainer's − behaviour logprob|: near 0 if the weights are those that sampled.
-    None if the loss has no behaviour, or no token.
+    None if the loss has no behaviour, or no token. `sums` are further metrics as (sum, count of tokens), by
+    name: "kl", "entropy", "value_loss", "correction" (the weights), "num_rejected" (tokens that a correction
+    masked), "num_computed" (tokens that went through the model: below `num_tokens` if prefixes were shared).
     """
 
     micro_batch_id: str
@@ -59,6 +75,24 @@ class GradientReport:
     max_logprob_gap: float | None
     seconds: float
     num_empty_rows: int = 0
+    sums: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardReport:
+    """Columns of rows, by name and then in the order of the rows; 0 where a token is not trainable."""
+
+    columns: Mapping[str, Sequence[npt.NDArray[np.float32]]]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientSums:
+    """A replica's raw sums in a file, and what they hold."""
+
+    path: str
+    micro_batch_ids: tuple[str, ...]
+    num_trainable: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +117,10 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerPlan:
-    """All that a replica must know at its start, as plain JSON-like data (models as `model_dump()`)."""
+    """All that a replica must know at its start, as plain JSON-like data (models as `model_dump()`).
+
+    `trainer` is `workload.Trainer`, `publishing` is `workload.Publishing`; empty takes their defaults.
+    """
 
     policy: str
     model: dict[str, Any]
@@ -93,7 +130,9 @@ class TrainerPlan:
     seed: int
     device: str = "cpu"
     threads: int = 1
-    budget_tokens: int | None = None  # padded tokens of one forward pass; None takes the device's own
+    trainer: dict[str, Any] = field(default_factory=dict)
+    publishing: dict[str, Any] = field(default_factory=dict)
+    max_off_policy_steps: int = 0
 
 
 class TrainerError(Exception):
@@ -114,18 +153,36 @@ class Trainer(Protocol):
         """
         ...
 
-    async def load(self, *, weights_uri: str, state_path: str | None) -> None:
+    async def load(
+        self, *, weights_uri: str, state_path: str | None, reference_uri: str | None = None
+    ) -> None:
         """Loads weights, and moments, step, rng and cached gradients from `state_path` if given.
 
         What was accumulated or loaded before is gone. The loaded version is the parent of the next published.
+        `reference_uri` is the version that "reference_logprobs" come from, loaded when they are first asked.
         """
+        ...
+
+    async def forward(self, batch: MicroBatch, wants: Sequence[str]) -> ForwardReport:
+        """The columns `wants` (of `FORWARD_COLUMNS`) of the rows under the loaded weights; no gradient."""
         ...
 
     async def forward_backward(self, batch: MicroBatch) -> GradientReport:
         """Adds the micro-batch's gradient sums to the accumulation, all of them or, on an error, none.
 
-        Raises: TrainerError for a number that is not finite, naming the sample, and for a micro-batch whose
-        gradient is in the accumulation already.
+        Raises: TrainerError for a number that is not finite, naming the sample, for a micro-batch whose
+        gradient is in the accumulation already, and for a row older than `max_off_policy_steps` allows.
+        """
+        ...
+
+    async def export_gradients(self, *, path: str) -> GradientSums:
+        """Writes the raw sums to a file and clears the accumulation: what a satellite hands in."""
+        ...
+
+    async def add_gradients(self, *, path: str) -> None:
+        """Adds the sums of such a file to the accumulation.
+
+        Raises: TrainerError if it holds a micro-batch whose gradient is in the accumulation already.
         """
         ...
 

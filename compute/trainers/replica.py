@@ -48,6 +48,7 @@ from megloom.compute.trainers.protocol import (
 )
 from megloom.compute.trainers.snapshot import read_state, write_state
 from megloom.compute.workload import ModelSource, Optimizer
+from megloom.compute.workload import Trainer as TrainerKnobs
 
 POLICY_GRADIENT, IMITATION = "policy_gradient", "imitation"
 
@@ -72,7 +73,8 @@ class TorchReplica:
         self._optimizer = Optimizer.parse(plan.optimizer)
         self._warm_optimizer = Optimizer.parse(plan.warm_optimizer or plan.optimizer)
         self._device = torch.device(plan.device)
-        self._budget_tokens = plan.budget_tokens or DEFAULT_BUDGET_TOKENS[self._device.type]
+        self._knobs = TrainerKnobs.parse(plan.trainer)
+        self._budget_tokens = self._knobs.budget_tokens or DEFAULT_BUDGET_TOKENS[self._device.type]
         self._learner: Learner | None = None
         self._base: tuple[Path, int] | None = None  # the folder and number of the next version's parent
 

@@ -44,7 +44,7 @@ def take_in_parts(trainer: TorchReplica, rows: Sequence[TrainingRow], num_parts:
 @pytest.mark.parametrize("num_parts", [2, 3, 8])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_no_cut_and_no_order_changes_the_gradient(tmp_path: Path, num_parts: int, shuffled: bool) -> None:
-    whole, parts = replica(tmp_path / "w"), replica(tmp_path / "w", budget_tokens=100)
+    whole, parts = replica(tmp_path / "w"), replica(tmp_path / "w", trainer={"budget_tokens": 100})
     report = whole.forward_backward(batch(ROWS))
     rows = random.Random(num_parts).sample(ROWS, len(ROWS)) if shuffled else ROWS
     take_in_parts(parts, rows, num_parts)
@@ -127,7 +127,7 @@ def test_a_nan_in_a_masked_slot_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_nan_that_would_be_trained_on_stops_by_name_and_leaves_no_trace(tmp_path: Path) -> None:
-    trainer = replica(tmp_path / "w", budget_tokens=8)  # one row a pass: the bad one comes last
+    trainer = replica(tmp_path / "w", trainer={"budget_tokens": 8})  # one row a pass: the bad one comes last
     trainer.forward_backward(batch([row(1)], name="good"))
     before = gradient_sums(trainer, tmp_path)
     bad = row(5, num_prompt=30, advantage=-3e38, weight=3e38)  # finite each, not their product
