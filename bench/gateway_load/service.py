@@ -26,7 +26,7 @@ from gateway_load.fakes import CheckingDesk, InstantEngine
 
 from megloom.compute.gateway.app import GatewayApp
 from megloom.compute.gateway.protocol import Admission, AgentRoute
-from megloom.compute.gateway.server import BACKLOG, _server
+from megloom.compute.gateway.server import BACKLOG, http_server
 from megloom.compute.trainers.tokenizer import write_tokenizer
 from megloom.compute.workload import Tokenizer
 
@@ -136,7 +136,7 @@ async def _run(pipe: Connection, folder: Path, listener: socket.socket, is_trace
     commands = _Commands(app, desk)
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: commands.take(pipe))
     pipe.send((host, port))
-    await _server(app).serve(sockets=[listener])
+    await http_server(app).serve(sockets=[listener])
 
 
 class _Commands:

@@ -29,11 +29,13 @@ class Sampled:
     """Tokens with the log-probabilities and version spans `[version, start, end)` that engines gave them.
 
     Spans that begin before a piece's own tokens replace all that were told since that place.
+    `num_cached_tokens` of the prompt came from the engine's cache; None where it is not told.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     version_spans: tuple[tuple[int, int, int], ...] = ()
+    num_cached_tokens: int | None = None
 
 
 Piece = tuple[Sampled, str | None]
@@ -113,7 +115,7 @@ def decode_completion(body: bytes, request: GenerateRequest) -> Completion:
             logprobs=logprobs,
             finish_reason=finish_reason,
             version_spans=parse_spans(meta, len(token_ids), rid),
-            cached_tokens=meta.get("cached_tokens", 0),
+            cached_tokens=meta.get("cached_tokens"),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise EngineProtocolError(f"rid={rid}: cannot read the answer ({error!r}): {body[:300]!r}") from error
@@ -125,6 +127,7 @@ def whole(completion: Completion) -> Piece:
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         version_spans=tuple((span.version, span.start, span.end) for span in completion.version_spans),
+        num_cached_tokens=completion.cached_tokens,
     )
     return sampled, completion.finish_reason.value
 
@@ -194,6 +197,7 @@ class AnswerReader:
             token_ids=tuple(token_ids),
             logprobs=tuple(triple[0] for triple in triples),
             version_spans=spans,
+            num_cached_tokens=meta.get("cached_tokens"),
         )
         return sampled, reason
 

@@ -66,7 +66,7 @@ class Completion:
     """The sampled tokens of one request; a sampled stop token is included, with its logprob.
 
     `token_ids` and `logprobs` have one length, which the version spans cover in order without gaps.
-    `cached_tokens` counts prompt tokens that were served from a prefix cache.
+    `cached_tokens` counts prompt tokens that were served from a prefix cache; None where that is not told.
     """
 
     rid: str
@@ -74,7 +74,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
-    cached_tokens: int
+    cached_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

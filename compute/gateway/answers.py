@@ -43,6 +43,7 @@ class GrowingAnswer:
         self._logprobs: list[float] = []
         self._spans: list[tuple[int, int, int]] = []
         self._base = 0  # how many tokens earlier requests have sampled
+        self._num_cached: int | None = None
         self._text: list[str] = []
         self._num_read = 0  # texts that the parser has seen
         self._deltas: list[Delta] = []
@@ -89,6 +90,8 @@ class GrowingAnswer:
 
     def take(self, sampled: Sampled) -> None:
         """Keeps a piece, up to the token that completes a stop text."""
+        if self._num_cached is None:  # of the first engine that tells: the next ones get a longer prompt
+            self._num_cached = sampled.num_cached_tokens
         shown = [token_id for token_id in sampled.token_ids if token_id not in self._stop_token_ids]
         if self._stops is None:
             self._keep(sampled, len(sampled.token_ids))
@@ -135,6 +138,7 @@ class GrowingAnswer:
             prompt_ids=prompt_ids,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
+            num_cached_tokens=None if self._num_cached is None else min(self._num_cached, len(prompt_ids)),
             stop_text=self.stop_text,
             version_spans=sampled.version_spans,
         )

@@ -133,9 +133,10 @@ class GatewayApp:
                     asked.stream(head),
                     exchange.send,
                     stall_timeout_s=self._stall_timeout_s,
-                    clock=asyncio.get_running_loop().time,
+                    timers=asyncio.get_running_loop(),
                 )
-                await stream.close(await self._calls.run(live, prepared, stream))
+                with stream.lifetime():
+                    await stream.close(await self._calls.run(live, prepared, stream))
             else:
                 replies = await self._calls.run(live, prepared, None)
                 await exchange.answer(asked.render(head, replies))
@@ -205,7 +206,8 @@ class _Endpoint:
         below = scope["path"][len(scope["root_path"]) :]
         if scope["method"] != self._method:
             message = f"{below}: expected {self._method}, got {scope['method']}"
-            await send_error(send, below, CallError(ErrorKind.WRONG_METHOD, message))
+            error = CallError(ErrorKind.WRONG_METHOD, message, allowed=self._method)
+            await send_error(send, below, error)
             return
         episode: Episode = scope[EPISODE]
         with episode.request() as live:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from megloom.compute.gateway.answers import GrowingAnswer
 from megloom.compute.gateway.dialects.errors import CallError, ErrorKind
 from megloom.compute.gateway.episodes import Episode, LiveRequest
 from megloom.compute.gateway.prompts import Prepared, Prompts
@@ -37,11 +36,19 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where a stream's deltas go, by choice. `is_due` is False while they would only wait for later ones."""
+    """Where a stream's deltas go, by choice."""
 
-    def is_due(self) -> bool: ...
-    async def add(self, choice: int, deltas: Sequence[Delta]) -> None: ...
-    async def end(self, choice: int, reply: Reply) -> None: ...
+    async def grow(self, choice: int, deltas: Callable[[], Sequence[Delta]]) -> None:
+        """The answer has grown; it is asked for its deltas when they are written, at once or soon."""
+        ...
+
+    async def add(self, choice: int, deltas: Sequence[Delta]) -> None:
+        """The last deltas."""
+        ...
+
+    async def end(self, choice: int, reply: Reply) -> None:
+        """The choice is complete."""
+        ...
 
 
 class Calls:
@@ -74,7 +81,7 @@ class Calls:
         try:
             placed = await self._sampler.place(prepared, request)
             incremental = sink is not None or bool(prepared.call.stop)
-            pass_on = partial(_pass_on, sink, choice, placed.answer) if sink is not None else None
+            pass_on = partial(sink.grow, choice, placed.answer.deltas) if sink is not None else None
             finish_reason = await self._sampler.sample(placed, incremental=incremental, pass_on=pass_on)
             deltas = placed.answer.finish()
             if sink is not None and deltas:
@@ -137,12 +144,6 @@ def _failed(request: CallRequest, placed: Placed | None, failure: str) -> CallEn
         text="",
         failure=failure,
     )
-
-
-async def _pass_on(sink: Sink, choice: int, answer: GrowingAnswer) -> None:
-    """Tells a stream what is new in its answer, if it is time."""
-    if sink.is_due() and (deltas := answer.deltas()):
-        await sink.add(choice, deltas)
 
 
 def _cause(error: BaseException, live: LiveRequest) -> str:

@@ -88,6 +88,7 @@ class Delta:
 class Reply:
     """A finished answer. `finish_reason` is stop | length | tool_calls; ids and logprobs as sampled.
 
+    `num_cached_tokens` of the prompt came from the engine's cache; None if the engine did not say.
     `stop_text` is the text of `ChatCall.stop` that ended it; spans are `[version, start, end)`.
     """
 
@@ -99,7 +100,7 @@ class Reply:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     stop_text: str | None = None
     version_spans: tuple[tuple[int, int, int], ...] = ()
 

@@ -75,7 +75,7 @@ async def _serve(args: GatewayArgs) -> None:
         desk = RemoteDesk(lambda: channels[0]())
         port = listener.getsockname()[1]
         gateway = GatewayApp(desk=desk, engines=engines, base_url=f"http://{HOST}:{port}")
-        server = _server(gateway)
+        server = http_server(gateway)
 
         def calls(channel: Callable[[], Channel]) -> Any:
             channels.append(channel)
@@ -98,7 +98,8 @@ async def _serve(args: GatewayArgs) -> None:
                 task.result()  # what broke is the process's end, with its traceback in the log
 
 
-def _server(gateway: GatewayApp) -> QuietServer:
+def http_server(gateway: GatewayApp) -> QuietServer:
+    """The server of a gateway's routes, to be given the sockets that it listens on."""
     return QuietServer(
         uvicorn.Config(
             gateway.app,

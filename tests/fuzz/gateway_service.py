@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from megloom.compute.gateway.app import GatewayApp
 from megloom.compute.gateway.protocol import EpisodeCounts
-from megloom.compute.gateway.server import _server
+from megloom.compute.gateway.server import http_server
 from megloom.compute.rollout.protocol import Endpoint
 from tests.compute.gateway.fakes import EngineAsk, FakeDesk, FakeEngine, Step, admission
 from tests.compute.gateway.toys import toy
@@ -107,7 +107,7 @@ class GatewayService:
         await self._gateway.load_chats({"p": str(self._directory)})
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             self.address = listener.getsockname()[:2]
-            self._server = _server(self._gateway)
+            self._server = http_server(self._gateway)
             self._started.set()
             await self._server.serve(sockets=[listener])
 

@@ -14,7 +14,7 @@ import torch
 
 from megloom.compute.engines.client import HttpEngine
 from megloom.compute.gateway.app import GatewayApp
-from megloom.compute.gateway.server import _server
+from megloom.compute.gateway.server import http_server
 from megloom.compute.rollout.protocol import Endpoint
 from megloom.compute.trainers.tokenizer import write_tokenizer
 from tests.compute.engines.conftest import EngineUnderTest, RawHttp, Scenario
@@ -54,7 +54,7 @@ def test_a_conversation_is_recorded_as_the_engine_sampled_it(
         await gateway.load_chats({"p": str(tmp_path)})
         with socket.create_server(("127.0.0.1", 0)) as listener:
             gateway.set_base_url(f"http://127.0.0.1:{listener.getsockname()[1]}")
-            server = _server(gateway)
+            server = http_server(gateway)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             endpoint = await gateway.admit(admission())
             await converse(endpoint, is_stream=is_stream)

@@ -13,7 +13,7 @@ import pytest
 from megloom.compute.engines.client import HttpEngine
 from megloom.compute.engines.protocol import Completion, GenerateRequest, PauseMode
 from megloom.compute.trainers.protocol import MicroBatch, Published, TrainingRow
-from megloom.compute.trainers.replica import TorchReplica
+from megloom.compute.trainers.replica import Replica
 from megloom.compute.workload import RandomModel, Tokenizer
 from tests.compute.engines.conftest import VOCAB_SIZE, RawHttp, Scenario
 from tests.compute.trainers.builders import plan
@@ -40,10 +40,10 @@ TOKENIZER = Tokenizer(
 Ask = Callable[..., GenerateRequest]
 
 
-def trainer() -> TorchReplica:
+def trainer() -> Replica:
     """A trainer of the architecture that the server was started with."""
     source = RandomModel(architecture="qwen3", config=ARCHITECTURE, tokenizer=TOKENIZER)
-    return TorchReplica(plan(policy=POLICY, model=source.model_dump()))
+    return Replica(plan(policy=POLICY, model=source.model_dump()))
 
 
 def as_row(request: GenerateRequest, completion: Completion, advantage: float) -> TrainingRow:
@@ -84,7 +84,7 @@ async def swap(client: HttpEngine, published: Published) -> None:
     await client.resume()
 
 
-def gap(replica: TorchReplica, name: str, rows: list[TrainingRow]) -> float:
+def gap(replica: Replica, name: str, rows: list[TrainingRow]) -> float:
     """The largest |trainer's - behaviour logprob| of the rows; takes their gradient."""
     report = replica.forward_backward(
         MicroBatch(micro_batch_id=name, loss="policy_gradient", rows=tuple(rows))

@@ -159,13 +159,12 @@ def _message(head: Head, agent: str, usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    """Anthropic counts cached prompt tokens apart from the others."""
-    return {
-        "input_tokens": len(reply.prompt_ids) - reply.num_cached_tokens,
-        "cache_read_input_tokens": reply.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": len(reply.token_ids),
-    }
+    """Anthropic counts cached prompt tokens apart from the others, if they are known."""
+    usage = {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)}
+    if (num_cached := reply.num_cached_tokens) is not None:
+        usage["input_tokens"] -= num_cached
+        usage |= {"cache_read_input_tokens": num_cached, "cache_creation_input_tokens": 0}
+    return usage
 
 
 def _stop_reason(reply: Reply) -> str:

@@ -17,8 +17,8 @@ def read_conversation(system: Any, messages: Sequence[dict[str, Any]]) -> tuple[
     if not messages:
         raise invalid("messages: expected at least one message, got none", "messages")
     read: list[dict[str, Any]] = []
-    if system:
-        read.append({"role": "system", "content": _text_of(system, "system")})
+    if system not in (None, []) and (text := _text_of(system, "system")):
+        read.append({"role": "system", "content": text})
     for at, message in enumerate(messages):
         where, role, content = f"messages.{at}", message.get("role"), message.get("content")
         if role == "user":
@@ -59,7 +59,8 @@ def _read_user(content: Any, where: str) -> list[dict[str, Any]]:
                 raise invalid(
                     f"{where}.{at}.tool_use_id: expected a string, got {kind_of(call_id)}", "messages"
                 )
-            text = _text_of(block.get("content") or "", f"{where}.{at}.content")
+            result = block.get("content")
+            text = "" if result in (None, []) else _text_of(result, f"{where}.{at}.content")
             read.append({"role": "tool", "tool_call_id": call_id, "content": text})
             continue
         text = _block_text(block, f"{where}.{at}")

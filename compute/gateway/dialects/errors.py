@@ -90,11 +90,13 @@ _FORMS: dict[ErrorKind, _Form] = {
 
 
 class CallError(Exception):
-    """A request without an answer. `param` names the field at fault, where there is one."""
+    """A request without an answer. `param` names the field at fault, `allowed` the route's method, if so."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, kind: ErrorKind, message: str, *, param: str | None = None, allowed: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.kind, self.message, self.param = kind, message, param
+        self.kind, self.message, self.param, self._allowed = kind, message, param, allowed
 
     @property
     def status(self) -> int:
@@ -103,7 +105,9 @@ class CallError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that tell a client when to try again."""
+        """The headers that tell a client when to try again, or with which method."""
+        if self._allowed is not None:
+            return [(b"allow", self._allowed.encode())]
         if self.kind in (ErrorKind.ENGINE_FAILED, ErrorKind.UNAVAILABLE):
             return [(b"retry-after", str(RETRY_AFTER_S).encode())]
         return []

@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megloom.compute.gateway.dialects import sse
 from megloom.compute.gateway.dialects.dialect import EventStream, Head
-from megloom.compute.gateway.dialects.errors import CallError, invalid, openai_error, unsupported
-from megloom.compute.gateway.dialects.fields import Fields, kind_of, shown
+from megloom.compute.gateway.dialects.errors import unsupported
+from megloom.compute.gateway.dialects.fields import Fields, shown
+from megloom.compute.gateway.dialects.openai_choices import (
+    ChunkStream,
+    frame,
+    read_sampling,
+    usage,
+    wants_usage,
+)
 from megloom.compute.gateway.dialects.openai_messages import (
     read_messages,
     read_tools,
@@ -42,39 +48,27 @@ class ChatAsked:
                     "finish_reason": reply.finish_reason,
                 }
             )
-        return {
-            "id": f"chatcmpl-{head.answer_id}",
-            "object": "chat.completion",
-            "created": head.created_s,
-            "model": self.call.agent,
-            "choices": choices,
-            "usage": usage(replies),
-        }
+        framed = frame(head, self.call, "chat.completion", "chatcmpl")
+        return {**framed, "choices": choices, "usage": usage(replies)}
 
     def stream(self, head: Head) -> EventStream:
         """See `Asked.stream`."""
         return ChatStream(self, head)
 
 
-class ChatStream:
+class ChatStream(ChunkStream):
     """Chunks of a chat completion."""
 
     def __init__(self, asked: ChatAsked, head: Head) -> None:
+        framed = frame(head, asked.call, "chat.completion.chunk", "chatcmpl")
+        super().__init__(framed, ends_with_usage=asked.wants_usage)
         self._asked, self._head = asked, head
-        self._frame: dict[str, Any] = {
-            "id": f"chatcmpl-{head.answer_id}",
-            "object": "chat.completion.chunk",
-            "created": head.created_s,
-            "model": asked.call.agent,
-        }
-        if asked.wants_usage:
-            self._frame["usage"] = None
         self._num_calls = [0] * asked.call.n
 
     def open(self) -> bytes:
         """The role of each choice."""
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, role) for index in range(self._asked.call.n))
+        return b"".join(self.chunk(index, delta=role, logprobs=None) for index in range(self._asked.call.n))
 
     def add(self, choice: int, delta: Delta) -> bytes:
         """See `EventStream.add`."""
@@ -90,32 +84,11 @@ class ChatStream:
         logprobs = None
         if self._asked.wants_logprobs and delta.token_ids:
             logprobs = token_logprobs(delta.token_ids, delta.logprobs, self._head)
-        return self._chunk(choice, content, logprobs=logprobs) if content or logprobs else b""
+        return self.chunk(choice, delta=content, logprobs=logprobs) if content or logprobs else b""
 
     def end(self, choice: int, reply: Reply) -> bytes:
         """See `EventStream.end`."""
-        return self._chunk(choice, {}, finish_reason=reply.finish_reason)
-
-    def close(self, replies: Sequence[Reply]) -> bytes:
-        """See `EventStream.close`."""
-        if not self._asked.wants_usage:
-            return sse.DONE
-        return sse.data({**self._frame, "choices": [], "usage": usage(replies)}) + sse.DONE
-
-    def fail(self, error: CallError) -> bytes:
-        """See `EventStream.fail`."""
-        return sse.data(openai_error(error))
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse.data({**self._frame, "choices": [entry]})
+        return self.chunk(choice, reply.finish_reason, delta={}, logprobs=None)
 
 
 def parse(body: Mapping[str, Any]) -> ChatAsked:
@@ -129,11 +102,7 @@ def parse(body: Mapping[str, Any]) -> ChatAsked:
         agent=fields.agent(),
         messages=read_messages(fields.objects("messages")),
         tools=() if fields.any("tool_choice") == "none" else tools,
-        max_tokens=fields.count("max_completion_tokens", "max_tokens"),
-        temperature=fields.number("temperature"),
-        stop=fields.stops("stop"),
-        n=fields.choices(),
-        stream=fields.flag("stream"),
+        **read_sampling(fields, "max_completion_tokens", "max_tokens"),
     )
     noted = forced_choice(body.get("tool_choice"), ("none", "auto"))
     if body.get("top_logprobs"):
@@ -146,14 +115,6 @@ def parse(body: Mapping[str, Any]) -> ChatAsked:
         wants_usage=wants_usage(fields),
         ignored=fields.ignored() + noted,
     )
-
-
-def wants_usage(fields: Fields) -> bool:
-    """Whether a stream ends with its usage. Raises: CallError."""
-    options = fields.any("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise invalid(f"stream_options: expected an object, got {kind_of(options)}", "stream_options")
-    return bool(options and options.get("include_usage"))
 
 
 def forced_choice(choice: Any, free: Sequence[str]) -> tuple[str, ...]:
@@ -181,15 +142,3 @@ def token_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], head: He
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         )
     return {"content": content, "refusal": None}
-
-
-def usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Tokens of an answer: the prompt counts once, however many choices it has."""
-    num_prompt = len(replies[0].prompt_ids)
-    num_completion = sum(len(reply.token_ids) for reply in replies)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": replies[0].num_cached_tokens},
-    }

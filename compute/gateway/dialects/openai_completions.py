@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megloom.compute.gateway.dialects import sse
 from megloom.compute.gateway.dialects.dialect import EventStream, Head
-from megloom.compute.gateway.dialects.errors import CallError, invalid, openai_error, unsupported
-from megloom.compute.gateway.dialects.fields import Fields, shown
-from megloom.compute.gateway.dialects.openai_chat import usage, wants_usage
+from megloom.compute.gateway.dialects.errors import invalid, unsupported
+from megloom.compute.gateway.dialects.fields import Fields, kind_of, shown
+from megloom.compute.gateway.dialects.openai_choices import (
+    ChunkStream,
+    frame,
+    read_sampling,
+    usage,
+    wants_usage,
+)
 from megloom.compute.gateway.dialects.tokens import read_ids
 from megloom.compute.gateway.protocol import ChatCall, Delta, Reply
 
@@ -38,34 +43,22 @@ class CompletionAsked:
                     "finish_reason": reply.finish_reason,
                 }
             )
-        return {
-            "id": f"cmpl-{head.answer_id}",
-            "object": "text_completion",
-            "created": head.created_s,
-            "model": self.call.agent,
-            "choices": choices,
-            "usage": usage(replies),
-        }
+        framed = frame(head, self.call, "text_completion", "cmpl")
+        return {**framed, "choices": choices, "usage": usage(replies)}
 
     def stream(self, head: Head) -> EventStream:
         """See `Asked.stream`."""
         return CompletionStream(self, head)
 
 
-class CompletionStream:
+class CompletionStream(ChunkStream):
     """Chunks of a text completion."""
 
     def __init__(self, asked: CompletionAsked, head: Head) -> None:
+        framed = frame(head, asked.call, "text_completion", "cmpl")
+        super().__init__(framed, ends_with_usage=asked.wants_usage)
         self._asked, self._head = asked, head
         self._offsets = [0] * asked.call.n
-        self._frame: dict[str, Any] = {
-            "id": f"cmpl-{head.answer_id}",
-            "object": "text_completion",
-            "created": head.created_s,
-            "model": asked.call.agent,
-        }
-        if asked.wants_usage:
-            self._frame["usage"] = None
 
     def open(self) -> bytes:
         """Nothing comes first."""
@@ -77,27 +70,11 @@ class CompletionStream:
         if self._asked.wants_logprobs and delta.token_ids:
             logprobs = _logprobs(delta.token_ids, delta.logprobs, self._offsets[choice], self._head)
         self._offsets[choice] += len(delta.text)
-        return self._chunk(choice, delta.text, logprobs, None) if delta.text or logprobs else b""
+        return self.chunk(choice, text=delta.text, logprobs=logprobs) if delta.text or logprobs else b""
 
     def end(self, choice: int, reply: Reply) -> bytes:
         """See `EventStream.end`."""
-        return self._chunk(choice, "", None, reply.finish_reason)
-
-    def close(self, replies: Sequence[Reply]) -> bytes:
-        """See `EventStream.close`."""
-        if not self._asked.wants_usage:
-            return sse.DONE
-        return sse.data({**self._frame, "choices": [], "usage": usage(replies)}) + sse.DONE
-
-    def fail(self, error: CallError) -> bytes:
-        """See `EventStream.fail`."""
-        return sse.data(openai_error(error))
-
-    def _chunk(
-        self, choice: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> bytes:
-        entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse.data({**self._frame, "choices": [entry]})
+        return self.chunk(choice, reply.finish_reason, text="", logprobs=None)
 
 
 def parse(body: Mapping[str, Any]) -> CompletionAsked:
@@ -111,19 +88,22 @@ def parse(body: Mapping[str, Any]) -> CompletionAsked:
         agent=fields.agent(),
         prompt_text=text,
         prompt_ids=ids,
-        max_tokens=fields.count("max_tokens"),
-        temperature=fields.number("temperature"),
-        stop=fields.stops("stop"),
-        n=fields.choices(),
-        stream=fields.flag("stream"),
+        **read_sampling(fields, "max_tokens"),
     )
     return CompletionAsked(
         call=call,
         truncates=fields.truncating(),
-        wants_logprobs=fields.any("logprobs") not in (None, False),
+        wants_logprobs=_wants_logprobs(fields.any("logprobs")),
         wants_usage=wants_usage(fields),
         ignored=fields.ignored(),
     )
+
+
+def _wants_logprobs(given: Any) -> bool:
+    """A number of alternatives asks for the sampled tokens' own log-probabilities, also 0; so does true."""
+    if given is not None and not isinstance(given, bool | int):
+        raise invalid(f"logprobs: expected a whole number, got {kind_of(given)}", "logprobs")
+    return given is not None and given is not False
 
 
 def _read_prompt(prompt: Any) -> tuple[str | None, tuple[int, ...] | None]:

@@ -187,10 +187,9 @@ def _usage(reply: Reply) -> dict[str, Any]:
     num_prompt, num_output = len(reply.prompt_ids), len(reply.token_ids)
     return {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
+        # The official client's types want numbers here, also where the engine has told none.
+        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {
-            "reasoning_tokens": 0
-        },  # texts are split, their tokens are not counted apart
+        "output_tokens_details": {"reasoning_tokens": 0},  # texts are split, tokens are not counted apart
         "total_tokens": num_prompt + num_output,
     }

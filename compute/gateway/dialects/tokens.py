@@ -9,6 +9,7 @@ from typing import Any
 from megloom.compute.gateway.dialects.dialect import EventStream, Head
 from megloom.compute.gateway.dialects.errors import invalid, unsupported
 from megloom.compute.gateway.dialects.fields import Fields, kind_of, shown
+from megloom.compute.gateway.dialects.openai_choices import read_sampling
 from megloom.compute.gateway.protocol import ChatCall, Reply
 
 MAX_TOKEN_ID = (1 << 31) - 1  # engines keep ids in 32 bits
@@ -50,19 +51,13 @@ class TokensAsked:
 def parse(body: Mapping[str, Any]) -> TokensAsked:
     """Reads a request. Raises: CallError naming the field."""
     fields = Fields(body)
-    if fields.flag("stream"):
+    sampling = read_sampling(fields, "max_tokens")
+    if sampling["stream"]:
         raise unsupported("stream: token requests are not streamed", "stream")
     ids = fields.any("input_ids")
     if not isinstance(ids, list):
         raise invalid(f"input_ids: expected a list of token ids, got {kind_of(ids)}", "input_ids")
-    call = ChatCall(
-        agent=fields.agent(),
-        prompt_ids=read_ids(ids, "input_ids"),
-        max_tokens=fields.count("max_tokens"),
-        temperature=fields.number("temperature"),
-        stop=fields.stops("stop"),
-        n=fields.choices(),
-    )
+    call = ChatCall(agent=fields.agent(), prompt_ids=read_ids(ids, "input_ids"), **sampling)
     return TokensAsked(call=call, truncates=fields.truncating(), ignored=fields.ignored())
 
 

@@ -57,6 +57,11 @@ def test_events_without_news_are_no_pieces_and_an_end_without_tokens_is_one():
     assert [(sampled.token_ids, reason) for sampled, reason in found] == [((5, 6), None), ((), "abort")]
 
 
+def test_pieces_say_what_the_engine_says_of_the_cached_prompt():
+    told, untold = event(2, cached_tokens=7), event(5, finish="stop")
+    assert [sampled.num_cached_tokens for sampled, _ in pieces(told + untold)] == [7, None]
+
+
 def test_a_new_version_cuts_the_spans_at_its_first_token():
     data = event(3, spans=[("3", 0, 3)]) + event(5, spans=[("3", 0, 4), ("4", 4, 5)], finish="length")
     assert [sampled.version_spans for sampled, _ in pieces(data)] == [((3, 0, 3),), ((3, 3, 4), (4, 4, 5))]

@@ -70,6 +70,15 @@ def test_the_pieces_of_a_stream_are_the_whole_answer_and_only_the_last_has_a_rea
     with_engine(scenario)
 
 
+def test_each_piece_says_how_much_of_its_prompt_was_cached(with_engine, make_request):
+    async def scenario(client, raw):
+        for incremental in (True, False):
+            async for sampled, _ in stream(client, make_request(max_tokens=3), incremental=incremental):
+                assert 0 <= sampled.num_cached_tokens < len(make_request().token_ids)
+
+    with_engine(scenario)
+
+
 def test_without_increments_there_is_one_piece(with_engine, make_request):
     async def scenario(client, raw):
         ids, _, spans, reasons = await joined(stream(client, make_request(max_tokens=30), incremental=False))

@@ -257,6 +257,31 @@ def test_a_client_that_goes_away_aborts_its_engine_request_and_fails_its_call(
     asyncio.run(scenario())
 
 
+def test_a_reader_has_all_that_was_sampled_though_nothing_follows(tmp_path: Path) -> None:
+    more = asyncio.Event()
+
+    def script(chat: ChatTemplate) -> Script:
+        def steps(ask: EngineAsk) -> Iterable[Step]:
+            yield from pieces(chat.encode("abc"), None, size=1)
+            yield more  # long after the last piece
+            yield from pieces(chat.encode("d"), "length", first=3)
+
+        return steps
+
+    async def scenario() -> None:
+        async with served(tmp_path, script) as world:
+            client = world.openai(await world.admit())
+            stream = await client.chat.completions.create(model="coder", messages=HI, stream=True)
+            text = ""
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if text == "abc":
+                    more.set()
+            assert text == "abcd"
+
+    asyncio.run(scenario())
+
+
 def test_a_client_that_goes_away_before_its_call_has_a_place_withdraws_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path, saying("hello")) as world:

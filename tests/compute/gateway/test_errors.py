@@ -81,6 +81,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": ["x"] * 65}, "stop: expected at most 64 texts, got 65"),
     (CHAT, {"stream": "yes"}, "stream: expected a boolean, got a string"),
     (CHAT, {"stream_options": 5}, "stream_options: expected an object, got a number"),
+    (CHAT, {"stream_options": {"include_usage": "no"}}, "include_usage: expected a boolean, got a string"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format: only text is offered"),
     (CHAT, {"functions": [{}]}, "functions: use tools and tool_choice"),
     (LEGACY, {"prompt": None}, "prompt: expected a string or token ids, got None"),
@@ -90,6 +91,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (LEGACY, {"prompt": [1, -5]}, "prompt[1]: expected a token id, got -5"),
     (LEGACY, {"prompt": [1, True]}, "prompt[1]: expected a token id, got True"),
     (LEGACY, {"echo": True}, "echo: is not offered"),
+    (LEGACY, {"logprobs": {}}, "logprobs: expected a whole number, got an object"),
     (LEGACY, {"best_of": 3}, "best_of: is not offered"),
     (RESPONSES, {"input": None}, "input: expected a string or a list of items, got None"),
     (RESPONSES, {"input": []}, "input: expected a string or a list of items, got []"),
@@ -110,6 +112,16 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages.0.content.0.tool_use_id: expected a string",
     ),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": {}}]}
+            ]
+        },
+        "messages.0.content.0.content: expected a string or a list of blocks, got {}",
+    ),
+    (MESSAGES, {"system": {}}, "system: expected a string or a list of blocks, got {}"),
     (
         MESSAGES,
         {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "y"}]}]},
@@ -170,6 +182,31 @@ def test_an_unknown_agent_is_not_found_among_the_known(tmp_path: Path, route: st
             assert status == 404 and "has the agents coder, judge" in error["message"]
             assert error["type"] == ("not_found_error" if route == MESSAGES else "invalid_request_error")
             assert error.get("code") == (None if route == MESSAGES else "model_not_found")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("route", GOOD)
+def test_a_finished_episode_is_gone_in_every_dialect_and_its_latecomers_are_counted(
+    tmp_path: Path, route: str
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, hello) as world:
+            endpoint = await world.admit()
+            await world.gateway.close_episode("g000000-0000-m000", 0)
+            client = await RawClient.connect(world.base_url)
+            path = f"{endpoint.openai_url.removeprefix(world.base_url)}/{route}"
+            bearer = {"authorization": f"Bearer {endpoint.token}"}
+            raw = json.dumps(GOOD[route]).encode()
+            status, _, answer = await client.ask("POST", path, raw, headers=bearer)
+            client.close()
+            body = json.loads(answer)
+            assert status == 410 and "it is over" in body["error"]["message"]
+            assert body["error"]["type"] == "invalid_request_error"
+            assert body["error"].get("code") == (None if route == MESSAGES else "episode_over")
+            assert body.get("type") == ("error" if route == MESSAGES else None)
+            assert (await world.gateway.close_episode("g000000-0000-m000", 0)).late == 1
+            assert not world.desk.calls
 
     asyncio.run(scenario())
 
