@@ -7,12 +7,14 @@ may be ragged. A member that could not be scored is not among the outcomes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megloom.compute.algorithms.statistics import require_finite
 from megloom.compute.closed import Closed
 from megloom.compute.workload import Algorithm
 
@@ -101,11 +103,18 @@ class Overlong(Closed):
     buffer_tokens: int = Field(ge=1)
     penalty: float = Field(default=1.0, gt=0)
 
+    def of(self, num_tokens: int, limit_tokens: int) -> float:
+        """What is taken off the reward, from 0 to `penalty`."""
+        over = num_tokens - (limit_tokens - self.buffer_tokens)
+        return self.penalty * min(max(over / self.buffer_tokens, 0.0), 1.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """`key` is the outcome's name: the invocation that was scored for itself, or the episode whose reward all
-    calls of the agent share. `num_tokens` are the agent's sampled tokens in it, `limit_tokens` their bound.
+    """`key` is the outcome's name, unique within its agent: the invocation that was scored for itself, or the
+    episode whose reward all calls of the agent share. `round` is the call's turn among the agent's calls of
+    the episode. `num_tokens` are the tokens that carry the outcome's advantage, `num_calls` the calls that
+    they come from. `limit_tokens` − `num_tokens` is what the answer nearest to its own limit had left.
     """
 
     key: str
@@ -116,6 +125,7 @@ class Outcome:
     round: int = 0
     num_tokens: int = 0
     limit_tokens: int = 0
+    num_calls: int = 1
 
 
 class PolicyGradient(Algorithm):
@@ -148,13 +158,55 @@ class PolicyGradient(Algorithm):
         """The columns that `Trainer.forward` must give before the gradient."""
         return ("reference_logprobs",) if self.kl is not None else ()
 
+    @property
+    def smallest_group(self) -> int:
+        """Outcomes of one agent in one group below which none of them is used."""
+        return self.min_group_size
+
+    @property
+    def trains_without_advantage(self) -> bool:
+        """True if a row whose advantage is 0 has a gradient all the same: a KL, entropy or value term."""
+        return self.kl is not None or self.entropy > 0 or self.has_critic
+
     def estimate(self, outcomes: Sequence[Outcome], state: Mapping[str, float]) -> list[float]:
         """One advantage per outcome, in the order given; outcomes of one policy, of the whole scope.
 
-        `state` is the algorithm's own, as the last committed step left it.
+        `state` is the algorithm's own, as the last committed step left it. The outcomes of a group that is
+        too small leave before any statistic and have exactly 0.
         Raises: ValueError for a reward that is not finite.
         """
+        advantages = [0.0] * len(outcomes)
+        used = self._used(outcomes)
+        kept = [outcomes[position] for position in used]
+        found = self.advantages_of(kept, self.shaped(kept), state)
+        for position, advantage in zip(used, found, strict=True):
+            advantages[position] = advantage
+        return advantages
+
+    def next_state(self, outcomes: Sequence[Outcome], state: Mapping[str, float]) -> dict[str, float]:
+        """The state after a step with these outcomes; their order does not matter."""
+        kept = [outcomes[position] for position in self._used(outcomes)]
+        return self.state_after(kept, self.shaped(kept), state)
+
+    def advantages_of(
+        self, outcomes: Sequence[Outcome], rewards: Sequence[float], state: Mapping[str, float]
+    ) -> list[float]:
+        """The formula: advantages of outcomes in groups that are large enough, from their shaped rewards."""
         raise NotImplementedError
+
+    def state_after(
+        self, outcomes: Sequence[Outcome], rewards: Sequence[float], state: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The formula of the state; most algorithms have none."""
+        return dict(state)
+
+    def shaped(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The rewards less what `overlong` takes off. Raises: ValueError for one that is not finite."""
+        rewards = [outcome.reward for outcome in outcomes]
+        require_finite(rewards, "scope")
+        if self.overlong is None:
+            return rewards
+        return [o.reward - self.overlong.of(o.num_tokens, o.limit_tokens) for o in outcomes]
 
     @property
     def has_critic(self) -> bool:
@@ -165,6 +217,16 @@ class PolicyGradient(Algorithm):
         """ "advantages" and "returns" of one row's trainable tokens, in order, from their values."""
         raise NotImplementedError
 
-    def next_state(self, outcomes: Sequence[Outcome], state: Mapping[str, float]) -> dict[str, float]:
-        """The state after a step with these outcomes; their order does not matter."""
-        return dict(state)
+    @model_validator(mode="after")
+    def _a_norm_has_its_divisor(self) -> PolicyGradient:
+        if (self.aggregation == "seq-mean-token-sum-norm") != (self.norm_tokens is not None):
+            raise ValueError(
+                f"aggregation {self.aggregation!r} with norm_tokens {self.norm_tokens}: the divisor belongs "
+                "to seq-mean-token-sum-norm, which needs one"
+            )
+        return self
+
+    def _used(self, outcomes: Sequence[Outcome]) -> list[int]:
+        """Positions of the outcomes whose (group, agent) is large enough."""
+        sizes = Counter((outcome.group_id, outcome.agent) for outcome in outcomes)
+        return [i for i, o in enumerate(outcomes) if sizes[o.group_id, o.agent] >= self.smallest_group]
