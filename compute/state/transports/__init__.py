@@ -1,0 +1,1 @@
+"""Ways between nodes: a shared folder, HTTP, Mooncake."""
