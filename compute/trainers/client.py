@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megloom.compute.cluster.rpc import Channel, PeerGone, RemoteError, connect
 from megloom.compute.trainers.protocol import (
+    ForwardReport,
     GradientReport,
+    GradientSums,
     MicroBatch,
     Published,
     TrainerError,
@@ -17,8 +20,10 @@ from megloom.compute.trainers.protocol import (
 )
 from megloom.compute.trainers.wire import (
     pack_micro_batch,
+    unpack_forward,
     unpack_gradient,
     unpack_published,
+    unpack_sums,
     unpack_update,
 )
 
@@ -34,11 +39,25 @@ class TrainerClient:
     async def create(self, weights_dir: str) -> Published:
         return unpack_published(await self._call("create", {"weights_dir": weights_dir}))
 
-    async def load(self, *, weights_uri: str, state_path: str | None) -> None:
-        await self._call("load", {"weights_uri": weights_uri, "state_path": state_path})
+    async def load(
+        self, *, weights_uri: str, state_path: str | None, reference_uri: str | None = None
+    ) -> None:
+        await self._call(
+            "load", {"weights_uri": weights_uri, "state_path": state_path, "reference_uri": reference_uri}
+        )
+
+    async def forward(self, batch: MicroBatch, wants: Sequence[str]) -> ForwardReport:
+        message = {"batch": pack_micro_batch(batch), "wants": list(wants)}
+        return unpack_forward(await self._call("forward", message))
 
     async def forward_backward(self, batch: MicroBatch) -> GradientReport:
         return unpack_gradient(await self._call("forward_backward", pack_micro_batch(batch)))
+
+    async def export_gradients(self, *, path: str) -> GradientSums:
+        return unpack_sums(await self._call("export_gradients", {"path": path}))
+
+    async def add_gradients(self, *, path: str) -> None:
+        await self._call("add_gradients", {"path": path})
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
         return unpack_update(await self._call("optim_step", {"scale": scale, "warm": warm}))

@@ -67,6 +67,18 @@ def load_model(directory: Path, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
+def enable_checkpointing(model: Any) -> None:
+    """Recomputes activations in the backward pass instead of keeping them; the gradient stays the same.
+
+    Transformers does so in training mode only, so the model's one kind of dropout is switched off.
+    """
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.activation_checkpointing_enable()
+    model.train()
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copies all but the weights: configuration, tokenizer, chat template."""
     for name in COMPANIONS:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megloom.compute.workload import Optimizer
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(knobs: Optimizer, step: int) -> float:
@@ -26,30 +27,37 @@ def learning_rate(knobs: Optimizer, step: int) -> float:
     return knobs.learning_rate * (1.0 + math.cos(math.pi * min(1.0, progress))) / 2.0
 
 
+def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """The matrices, then the vectors (norms, biases), as groups of a torch optimizer; no empty ones."""
+    values = list(parameters)
+    matrices = [value for value in values if value.ndim > 1]
+    vectors = [value for value in values if value.ndim <= 1]
+    return [{"params": group, "decays": group is matrices} for group in (matrices, vectors) if group]
+
+
+def set_knobs(optimizer: torch.optim.Optimizer, knobs: Optimizer, step: int) -> None:
+    """Gives the groups what `knobs` say for optimizer step `step` (from 0). Vectors have no weight decay."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(knobs, step)
+        group["betas"] = knobs.betas
+        group["weight_decay"] = knobs.weight_decay if group["decays"] else 0.0
+
+
 class AdamW:
-    """Steps the parameters that it was given. Vectors (norms, biases) have no weight decay."""
+    """Steps the parameters that it was given; one without a gradient is stepped along zero."""
 
     def __init__(self, parameters: Mapping[str, Tensor], knobs: Optimizer) -> None:
         self.num_steps = 0
         self.knobs = knobs
         self._parameters = dict(parameters)
-        matrices = [value for value in self._parameters.values() if value.ndim > 1]
-        vectors = [value for value in self._parameters.values() if value.ndim <= 1]
-        self._torch = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": knobs.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=knobs.learning_rate,
-            betas=knobs.betas,
-        )
+        self._torch = torch.optim.AdamW(parameter_groups(self._parameters.values()), betas=knobs.betas)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Moves every parameter by one step along `gradients`, which are already scaled and clipped."""
-        for group in self._torch.param_groups:
-            group["lr"] = learning_rate(self.knobs, self.num_steps)
+        set_knobs(self._torch, self.knobs, self.num_steps)
         for name, parameter in self._parameters.items():
-            parameter.grad = gradients[name]
+            gradient = gradients.get(name)
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
         self.num_steps += 1
@@ -60,7 +68,7 @@ class AdamW:
             f"{moment}/{name}": self._torch.state[parameter][moment]
             for name, parameter in self._parameters.items()
             if parameter in self._torch.state
-            for moment in _MOMENTS
+            for moment in MOMENTS
         }
 
     def restore(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
@@ -68,5 +76,5 @@ class AdamW:
         self.num_steps = num_steps
         if num_steps:
             for name, parameter in self._parameters.items():
-                moments = {moment: tensors[f"{moment}/{name}"].to(parameter.device) for moment in _MOMENTS}
+                moments = {moment: tensors[f"{moment}/{name}"].to(parameter.device) for moment in MOMENTS}
                 self._torch.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}

@@ -64,6 +64,7 @@ class GradientReport:
     None if the loss has no behaviour, or no token. `sums` are further metrics as (sum, count of tokens), by
     name: "kl", "entropy", "value_loss", "correction" (the weights), "num_rejected" (tokens that a correction
     masked), "num_computed" (tokens that went through the model: below `num_tokens` if prefixes were shared).
+    `replica` is the satellite of the group that took it, 0 the core.
     """
 
     micro_batch_id: str
@@ -75,6 +76,7 @@ class GradientReport:
     max_logprob_gap: float | None
     seconds: float
     num_empty_rows: int = 0
+    replica: int = 0
     sums: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 

@@ -1,4 +1,6 @@
-"""A trainer's state in one file: safetensors, with the plain facts as JSON in its header. No pickle."""
+"""A trainer's state, or a replica's gradient sums, in one file: safetensors, with the plain facts as JSON in
+its header. No pickle.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,15 +17,17 @@ from torch import Tensor
 from megloom.compute.state.durable import replace_file
 from megloom.compute.trainers.protocol import TrainerError
 
-SCHEMA_VERSION = 1
-_HEADER_KEY = "megloom_trainer_state"
+SCHEMA_VERSION = 2  # 2 added `trainer_version`
+_STATE, _SUMS = "megloom_trainer_state", "megloom_gradient_sums"
+_TITLES = {_STATE: "trainer state", _SUMS: "gradient sums"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What is not a tensor. `micro_batch_ids` are those whose gradient sums the file holds.
 
-    `num_warm_steps` is None once the warm optimizer is dropped, or if there was none.
+    `num_warm_steps` is None once the warm optimizer is dropped, or if there was none. `trainer_version` is
+    the version that the weights stem from plus the updates since, which is what lag is measured against.
     """
 
     policy: str
@@ -30,14 +35,27 @@ class Facts:
     num_warm_steps: int | None
     micro_batch_ids: tuple[str, ...]
     num_trainable: int
+    trainer_version: int = 0
     schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumsFacts:
+    """What gradient sums were taken of: micro-batches under the weights of `trainer_version`."""
+
+    policy: str
+    trainer_version: int
+    micro_batch_ids: tuple[str, ...]
+    num_trainable: int
+    schema_version: int = SCHEMA_VERSION
+
+
+_Kind = TypeVar("_Kind", Facts, SumsFacts)
 
 
 def write_state(path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     """Writes the file, whole or not at all; an older one is replaced."""
-    header = {_HEADER_KEY: json.dumps(asdict(facts))}
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    replace_file(path, lambda temporary: save_file(whole, temporary, metadata=header))
+    _write(path, _STATE, asdict(facts), tensors)
 
 
 def read_state(path: Path) -> tuple[Facts, dict[str, Tensor]]:
@@ -45,17 +63,40 @@ def read_state(path: Path) -> tuple[Facts, dict[str, Tensor]]:
 
     Raises: FileNotFoundError if the file is missing; TrainerError if it is not a whole trainer state.
     """
+    return _read(path, _STATE, Facts)
+
+
+def write_sums(path: Path, facts: SumsFacts, sums: Mapping[str, Tensor]) -> None:
+    """Writes the file, whole or not at all; an older one is replaced."""
+    _write(path, _SUMS, asdict(facts), sums)
+
+
+def read_sums(path: Path) -> tuple[SumsFacts, dict[str, Tensor]]:
+    """The inverse of `write_sums`.
+
+    Raises: FileNotFoundError if the file is missing; TrainerError if it is not a whole file of sums.
+    """
+    return _read(path, _SUMS, SumsFacts)
+
+
+def _write(path: Path, key: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    replace_file(path, lambda temporary: save_file(whole, temporary, metadata={key: json.dumps(facts)}))
+
+
+def _read(path: Path, key: str, kind: type[_Kind]) -> tuple[_Kind, dict[str, Tensor]]:
+    title = _TITLES[key]
     if not path.is_file():
-        raise FileNotFoundError(f"no trainer state at {path}")
+        raise FileNotFoundError(f"no {title} at {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            values = json.loads(file.metadata()[_HEADER_KEY])
+            values = json.loads(file.metadata()[key])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        facts = Facts(**{**values, "micro_batch_ids": tuple(values["micro_batch_ids"])})
+        facts = kind(**{**values, "micro_batch_ids": tuple(values["micro_batch_ids"])})
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise TrainerError(f"trainer state {path} is unreadable: {error}") from error
+        raise TrainerError(f"{title} {path} is unreadable: {error}") from error
     if facts.schema_version > SCHEMA_VERSION:
         raise TrainerError(
-            f"trainer state {path}: schema_version {facts.schema_version}, newest known {SCHEMA_VERSION}"
+            f"{title} {path}: schema_version {facts.schema_version}, newest known {SCHEMA_VERSION}"
         )
     return facts, tensors

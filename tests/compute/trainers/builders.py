@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.trainers.protocol import MicroBatch, TrainerPlan, TrainingRow
-from megloom.compute.trainers.replica import TorchReplica
+from megloom.compute.trainers.replica import Replica
 from megloom.compute.trainers.snapshot import read_state
 from megloom.compute.workload import Optimizer, RandomModel, Tokenizer
 
@@ -54,9 +58,9 @@ def plan(**overrides: Any) -> TrainerPlan:
     return TrainerPlan(**values)
 
 
-def replica(folder: Path, **overrides: Any) -> TorchReplica:
+def replica(folder: Path, **overrides: Any) -> Replica:
     """A loaded replica of a fresh version 0."""
-    made = TorchReplica(plan(**overrides))
+    made = Replica(plan(**overrides))
     made.load(weights_uri=made.create(str(folder)).uri, state_path=None)
     return made
 
@@ -91,12 +95,42 @@ def batch(rows: Sequence[TrainingRow], name: str = "batch-0", loss: str = "polic
     return MicroBatch(micro_batch_id=name, loss=loss, rows=tuple(rows))
 
 
-def state_tensors(trainer: TorchReplica, folder: Path) -> dict[str, Tensor]:
+def state_tensors(trainer: Replica, folder: Path) -> dict[str, Tensor]:
     """Everything that the trainer would save."""
     trainer.save(state_path=str(folder / "peek"))
     return read_state(folder / "peek")[1]
 
 
-def gradient_sums(trainer: TorchReplica, folder: Path) -> dict[str, Tensor]:
+def gradient_sums(trainer: Replica, folder: Path) -> dict[str, Tensor]:
     tensors = state_tensors(trainer, folder)
     return {name: value for name, value in tensors.items() if name.startswith("sums/")}
+
+
+def critic_columns(one: TrainingRow, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+    """Random advantages, returns and values, as a policy with a critic trains on."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=len(one.token_ids)).astype(np.float32)
+        for name in ("advantages", "returns", "values")
+    }
+
+
+def with_critic_columns(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    return [replace(one, columns=critic_columns(one, seed)) for seed, one in enumerate(rows)]
+
+
+def trained_critic(trainer: Replica, rows: Sequence[TrainingRow]) -> None:
+    """One update of a policy with a critic, after which its value head is no longer zero."""
+    trainer.forward_backward(batch(with_critic_columns(rows), name="critic"))
+    trainer.optim_step(scale=0.01)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference, as a share of the norm."""
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    return math.sqrt(difference / sum(float(value.double().square().sum()) for value in one.values()))
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

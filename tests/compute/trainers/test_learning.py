@@ -10,7 +10,7 @@ import torch
 from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.trainers.model import load_model
 from megloom.compute.trainers.protocol import TrainingRow
-from megloom.compute.trainers.replica import TorchReplica
+from megloom.compute.trainers.replica import Replica
 from megloom.compute.trainers.tokenizer import build_tokenizer
 from megloom.compute.workload import Optimizer
 
@@ -57,7 +57,7 @@ def sampled_group(table: torch.Tensor, index: int, generator: torch.Generator) -
 
 def test_imitation_then_reward_teach_the_toy(tmp_path: Path) -> None:
     folder, knobs = str(tmp_path / "w"), Optimizer(learning_rate=1e-2).model_dump()
-    trainer = TorchReplica(plan(optimizer=knobs, warm_optimizer=knobs))
+    trainer = Replica(plan(optimizer=knobs, warm_optimizer=knobs))
     uri = trainer.create(folder).uri
     trainer.load(weights_uri=uri, state_path=None)
     at_start = accuracy(uri)

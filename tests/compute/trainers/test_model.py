@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megloom.compute.state.weights import MODEL_FILE, file_digest
-from megloom.compute.trainers.model import convert_gguf, load_model, write_model
+from megloom.compute.trainers.model import convert_gguf, enable_checkpointing, load_model, write_model
 from megloom.compute.workload import PackagedGguf, PretrainedModel
 
 from .builders import CONFIG, VOCAB_SIZE, model
@@ -109,3 +109,23 @@ def test_the_packaged_smollm2_converts_once_and_answers(tmp_path: Path) -> None:
     with torch.no_grad():
         best = load_model(folder, torch.device("cpu"))(**prompt).logits[0, -1].argmax()
     assert tokenizer.decode(best).strip() == "Paris"
+
+
+def test_checkpointing_recomputes_and_leaves_the_gradient_as_it_is(tmp_path: Path) -> None:
+    written(tmp_path / "m", model(config={**CONFIG, "attention_dropout": 0.5}))
+    ids = torch.arange(20).remainder(VOCAB_SIZE)[None]
+    gradients, num_calls = [], []
+    for is_checkpointed in (False, True):
+        network = load_model(tmp_path / "m", torch.device("cpu"))
+        if is_checkpointed:
+            enable_checkpointing(network)
+        calls: list[int] = []
+        network.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        network.get_output_embeddings()(hidden).log_softmax(-1)[..., 1].sum().backward()
+        gradients.append({name: value.grad for name, value in network.named_parameters()})
+        num_calls.append(len(calls))
+    whole = torch.cat([value.flatten() for value in gradients[0].values()])
+    gap = torch.cat([(gradients[0][name] - gradients[1][name]).flatten() for name in gradients[0]])
+    assert gap.norm() <= 1e-6 * whole.norm()
+    assert num_calls == [1, 2]

@@ -14,29 +14,32 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megloom.compute.algorithms.base import Cispo, Clip, Correction, Gspo, Kl, PolicyGradient, Sapo
+from megloom.compute.algorithms.grpo import Grpo
+from megloom.compute.algorithms.ppo import Ppo
 from megloom.compute.state.weights import MODEL_FILE, put_version, read_manifest
 from megloom.compute.trainers.model import copy_companions, load_model
 from megloom.compute.trainers.protocol import TrainerError, TrainingRow
-from megloom.compute.trainers.replica import TorchReplica
+from megloom.compute.trainers.replica import Replica
 from megloom.compute.workload import Optimizer
 
-from .builders import batch, gradient_sums, plan, ragged_rows, replica, row, state_tensors
+from .builders import (
+    batch,
+    critic_columns,
+    distance,
+    gradient_sums,
+    plan,
+    ragged_rows,
+    replica,
+    row,
+    same_bits,
+    state_tensors,
+)
 
 ROWS = ragged_rows(48)
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The norm of the difference, as a share of the norm."""
-    assert one.keys() == other.keys()
-    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
-    return math.sqrt(difference / sum(float(value.double().square().sum()) for value in one.values()))
-
-
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def take_in_parts(trainer: TorchReplica, rows: Sequence[TrainingRow], num_parts: int) -> None:
+def take_in_parts(trainer: Replica, rows: Sequence[TrainingRow], num_parts: int) -> None:
     for part in range(num_parts):
         trainer.forward_backward(batch(rows[part::num_parts], name=f"part-{part}"))
 
@@ -54,6 +57,73 @@ def test_no_cut_and_no_order_changes_the_gradient(tmp_path: Path, num_parts: int
     assert one.num_trainable == other.num_trainable == sum(int(r.loss_mask.sum()) for r in ROWS)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
     assert other.micro_batch_ids == tuple(f"part-{i}" for i in range(num_parts))
+
+
+LOSSES: dict[str, PolicyGradient] = {
+    "gspo, kl, entropy, token-tis": Grpo(
+        surrogate=Gspo(form="token", token_cap=5),
+        kl=Kl(coefficient=0.1),
+        entropy=0.01,
+        correction=Correction(name="token-tis"),
+    ),
+    "gspo, sequence-mask": Grpo(
+        surrogate=Gspo(), correction=Correction(name="sequence-mask", low=0.1, high=10)
+    ),
+    "cispo, sequence-tis": Grpo(surrogate=Cispo(), correction=Correction(name="sequence-tis")),
+    "sapo, icepop": Grpo(surrogate=Sapo(), correction=Correction(name="icepop")),
+    "dual clip, decoupled": Grpo(surrogate=Clip(dual_clip=3), correction=Correction(name="decoupled")),
+    "critic": Ppo(kl=Kl(coefficient=0.1, estimator="k1")),
+}
+
+
+def branches(count: int) -> list[TrainingRow]:
+    """Rows of which every three share a prompt."""
+    rows = []
+    for number, one in enumerate(ragged_rows(count)):
+        prompt = row(number // 3, num_prompt=12, num_sampled=1).token_ids[:12]
+        ids = np.concatenate([prompt, one.token_ids]).astype(np.int32)
+        zeros = np.zeros(12, np.float32)
+        longer = replace(
+            one,
+            token_ids=ids,
+            loss_mask=np.concatenate([zeros, one.loss_mask]).astype(np.uint8),
+            logprobs=np.concatenate([zeros, one.logprobs]),
+            episode_id=f"episode-{number // 3}",
+        )
+        rows.append(longer)
+    return rows
+
+
+def sampled_by(trainer: Replica, rows: list[TrainingRow]) -> list[TrainingRow]:
+    """The rows as if slightly other weights than the trainer's had sampled them, with all columns."""
+    rng = np.random.default_rng(5)
+    columns = trainer.forward(batch(rows), ["proximal_logprobs"]).columns["proximal_logprobs"]
+    sampled = []
+    for number, (one, own) in enumerate(zip(rows, columns, strict=True)):
+        noise, other_noise = rng.normal(0, 0.2, (2, len(own))).astype(np.float32)
+        columns_of_row = {**critic_columns(one, number), "reference_logprobs": own + other_noise}
+        sampled.append(replace(one, logprobs=own + noise, columns=columns_of_row))
+    return sampled
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_cut_and_no_order_changes_any_losss_gradient(tmp_path: Path, name: str) -> None:
+    knobs = {"algorithm": LOSSES[name].model_dump()}
+    rows = sampled_by(replica(tmp_path / "w"), branches(24))
+    reports, gradients = [], []
+    for num_parts, budget in ((1, 4096), (2, 4096), (3, 64), (8, 1)):
+        trainer = replica(tmp_path / "w", **knobs, trainer={"budget_tokens": budget})
+        shuffled = random.Random(num_parts).sample(rows, len(rows)) if num_parts > 1 else rows
+        parts = [batch(shuffled[part::num_parts], name=f"part-{part}") for part in range(num_parts)]
+        reports.append([trainer.forward_backward(part) for part in parts])
+        gradients.append(gradient_sums(trainer, tmp_path))
+    for other in gradients[1:]:
+        assert distance(gradients[0], other) < 1e-6
+    for kind in reports[0][0].sums.keys() - {"num_computed"}:
+        totals = [math.fsum(report.sums[kind][0] for report in parts) for parts in reports]
+        assert totals == pytest.approx([totals[0]] * 4, rel=1e-5, abs=1e-5), kind
+    computed = [sum(report.sums["num_computed"][0] for report in parts) for parts in reports]
+    assert computed[0] < computed[-1] <= sum(len(one.token_ids) for one in rows), "prefixes were shared"
 
 
 def test_the_same_micro_batches_in_the_same_order_are_bit_equal(tmp_path: Path) -> None:
@@ -189,7 +259,7 @@ def test_a_micro_batch_counts_once(tmp_path: Path) -> None:
 
 
 def test_misuse_is_refused_with_policy_and_verb(tmp_path: Path) -> None:
-    empty = TorchReplica(plan())
+    empty = Replica(plan())
     with pytest.raises(TrainerError, match="policy=solver forward_backward batch-0: no weights are loaded"):
         empty.forward_backward(batch([row(1)]))
     trainer = replica(tmp_path / "w")
@@ -205,16 +275,14 @@ def test_misuse_is_refused_with_policy_and_verb(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="warm optimizer is dropped"):
         trainer.optim_step(scale=1.0, warm=True)
     with pytest.raises(TrainerError, match=r"are of \['solver', 'verifier'\]|are of \['solver'\]"):
-        TorchReplica(plan(policy="verifier")).load(
-            weights_uri=str(tmp_path / "w" / "v000000"), state_path=None
-        )
+        Replica(plan(policy="verifier")).load(weights_uri=str(tmp_path / "w" / "v000000"), state_path=None)
     with pytest.raises(ValueError, match="clip_lo"):
-        TorchReplica(plan(algorithm={"name": "grpo", "clip_lo": 0.1}))
+        Replica(plan(algorithm={"name": "grpo", "clip_lo": 0.1}))
 
 
 def test_version_zero_is_made_once(tmp_path: Path) -> None:
-    first = TorchReplica(plan()).create(str(tmp_path))
-    again = TorchReplica(plan(seed=8)).create(str(tmp_path))
+    first = Replica(plan()).create(str(tmp_path))
+    again = Replica(plan(seed=8)).create(str(tmp_path))
     assert first == again and first.version == 0 and read_manifest(Path(first.uri)).parent_version is None
 
 
@@ -256,7 +324,7 @@ def test_a_run_moved_in_mid_batch_is_bit_equal_to_one_that_stayed(
     knobs = Optimizer(learning_rate=3e-3, warmup_steps=3, total_steps=20).model_dump()
     parts = [batch(ROWS[part::4], name=f"part-{part}") for part in range(4)]
 
-    def first_step(trainer: TorchReplica) -> None:
+    def first_step(trainer: Replica) -> None:
         trainer.forward_backward(parts[0])
         trainer.optim_step(scale=0.01, warm=warm)
 
@@ -266,7 +334,7 @@ def test_a_run_moved_in_mid_batch_is_bit_equal_to_one_that_stayed(
     for part in parts[:num_before]:
         moved.forward_backward(part)
     moved.save(state_path=str(tmp_path / "state"))
-    moved = TorchReplica(plan(warm_optimizer=knobs, seed=1234))
+    moved = Replica(plan(warm_optimizer=knobs, seed=1234))
     moved.load(weights_uri=str(tmp_path / "w" / "v000000"), state_path=str(tmp_path / "state"))
     for part in parts:
         stayed.forward_backward(part)
@@ -300,7 +368,7 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_loaded(tmp_path: Pat
         save_file(tensors, staging / MODEL_FILE, metadata={"format": "pt"})
 
     put_version(tmp_path / "x", 0, policy="verifier", parent_version=None, write=wider)
-    other = TorchReplica(plan(policy="verifier"))
+    other = Replica(plan(policy="verifier"))
     with pytest.raises(TrainerError, match=r"are of \['solver', 'verifier'\]"):
         other.load(weights_uri=str(tmp_path / "x" / "v000000"), state_path=str(tmp_path / "state"))
     with pytest.raises(TrainerError, match="no weights are loaded"):
