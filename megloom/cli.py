@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megloom import __version__, export_command, lineage_commands, retention_command
+from megloom import __version__, export_command, lineage_commands, retention_command, version_commands
 
 BAD_INPUT = 2
 
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export_command.register(commands)
     retention_command.register(commands)
+    version_commands.register(commands, _Parser)
     return parser
 
 

@@ -28,6 +28,12 @@ class CellsConfig(dg.Config):
     engines_per_policy: int = Field(default=1, description="Inference engines of each policy.")
     engine_slots: int = Field(default=256, description="Concurrent sequences of one engine.")
     workload_workers: int = Field(default=1, description="Processes that run workflows and rewards.")
+    trainers: int | None = Field(
+        default=None, description="Places that trainers share. Empty: one for each replica of each policy."
+    )
+    trainer_idle_s: float | None = Field(
+        default=None, description="Idle seconds after which a trainer leaves. Empty: when a place is wanted."
+    )
     gateways: int = Field(default=1, description="Gateway processes, where programs call agents over HTTP.")
     threads: int = Field(default=1, description="Torch threads of each engine and trainer.")
     device: str = Field(default="cpu", description="Device of engines and trainers.")
@@ -69,6 +75,7 @@ class StorageConfig(dg.Config):
     keep_tokens_of_versions: int | None = Field(
         default=None, description="Drops token segments older than so many versions. Empty keeps all."
     )
+    keep_states: int = Field(default=1, description="Trainer states kept of each policy.")
 
 
 class TrainingSessionConfig(dg.Config):

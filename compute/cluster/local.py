@@ -24,6 +24,7 @@ LOG_TAIL_BYTES = 4000
 PRELOAD = (
     "megloom.compute.engines.server",
     "megloom.compute.trainers.server",
+    "megloom.compute.trainers.deepspeed_preload",  # nothing, where deepspeed is not installed
     "megloom.compute.rollout.worker",
     "megloom.compute.gateway.server",
 )

@@ -10,6 +10,7 @@ from megloom.compute.engines.protocol import Engine
 from megloom.compute.gateway.protocol import CallDesk, Gateway
 from megloom.compute.rollout.protocol import EpisodeEvents, Worker
 from megloom.compute.trainers.protocol import Trainer, TrainerPlan
+from megloom.compute.trainers.suspended import StateShelf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +23,15 @@ class CellExit:
 
 
 class Backend(Protocol):
-    """Starts named cells. A cell that is started again under its name replaces the dead one."""
+    """Starts named cells. A cell that is started again under its name replaces the dead one.
+
+    `shelf` keeps the states of trainers that were suspended; they are of use to this session only.
+    """
 
     exits: asyncio.Queue[CellExit]
+
+    @property
+    def shelf(self) -> StateShelf: ...
 
     async def start_worker(self, name: str, events: EpisodeEvents) -> Worker: ...
     async def start_trainer(self, name: str, plan: TrainerPlan) -> Trainer: ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from megloom.compute.algorithms.table import parse_algorithm
+from megloom.compute.algorithms.table import policy_algorithm
 from megloom.compute.conductor.backend import Backend
 from megloom.compute.conductor.commit import initial_versions
 from megloom.compute.conductor.config import SessionConfig
@@ -17,7 +17,9 @@ from megloom.compute.conductor.fields import FieldDesk
 from megloom.compute.conductor.gateway_desk import GatewayDesk
 from megloom.compute.conductor.gateways import Gateways
 from megloom.compute.conductor.gradients import GradientLane
+from megloom.compute.conductor.groups import make_groups
 from megloom.compute.conductor.ledger import Committed, Ledger
+from megloom.compute.conductor.loading import load_committed
 from megloom.compute.conductor.provenance import provenance
 from megloom.compute.conductor.publisher import Publisher, Serving
 from megloom.compute.conductor.relay import AnnouncementRelay
@@ -30,12 +32,13 @@ from megloom.compute.conductor.supervision import GATEWAY_PREFIX, Supervisor
 from megloom.compute.gateway.leaf_classes import CLASSIFIERS
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.graph.records import TaskRecord
-from megloom.compute.graph.seeds import content_hash, derive_seed
+from megloom.compute.graph.seeds import content_hash
 from megloom.compute.graph.training_view import TrainingView
 from megloom.compute.rollout.protocol import Worker, WorkloadPlan
 from megloom.compute.scheduling.cursor import Cursor
 from megloom.compute.store.step_store import StepStore
-from megloom.compute.trainers.protocol import Trainer, TrainerPlan
+from megloom.compute.trainers.group import TrainingGroup
+from megloom.compute.trainers.protocol import Trainer
 from megloom.compute.workload import Training
 
 MAX_EPISODES = 512  # in flight at once; more only lengthens the engines' queues
@@ -49,9 +52,8 @@ class SessionError(Exception):
 class Surroundings:
     """What a session is given: everything that touches the world, so that simulation can give other things.
 
-    `discard_uncommitted(policy, version, state)` removes weight versions above the committed one and trainer
-    states other than the one that belongs to it, `discard_state`
-    a trainer state that no ledger names any more.
+    `discard_uncommitted(policy, version, states)` removes weight versions above the highest committed one and
+    trainer states other than those, `discard_state` a trainer state that no ledger names any more.
     """
 
     config: SessionConfig
@@ -62,7 +64,7 @@ class Surroundings:
     wall_time: Callable[[], str]
     events: EventLog
     epoch: int
-    discard_uncommitted: Callable[[str, int, str | None], None]
+    discard_uncommitted: Callable[[str, int, Sequence[str]], None]
     discard_state: Callable[[str], None]
 
 
@@ -96,8 +98,15 @@ class BringUp:
             train, held_out = await worker.tasks("train"), await worker.tasks("eval")
         if snapshot:
             _refuse_other_tasks(around.config.run, [task.task_id for task in train], snapshot)
-        self.phase = "the trainers to start"
-        trainers = await self._start_trainers(plan)
+        self.phase = "the policies' weights"
+        trainers = make_groups(
+            plan,
+            config=around.config,
+            backend=around.backend,
+            tasks=self._tasks,
+            clock=around.clock,
+            events=around.events,
+        )
         ledger = await self._ledger(trainers, snapshot)
         stop_ids: dict[str, list[int]] = {}
         for worker in workers.values():
@@ -162,45 +171,18 @@ class BringUp:
         names = [f"worker/{number}" for number in range(self._around.config.cells.workload_workers)]
         return {name: await self._around.backend.start_worker(name, self._relay) for name in names}
 
-    async def _start_trainers(self, plan: WorkloadPlan) -> dict[str, Trainer]:
-        async with asyncio.TaskGroup() as tasks:
-            starting = {
-                policy: tasks.create_task(
-                    self._around.backend.start_trainer(f"trainer/{policy}", self.trainer_plan(plan, policy)),
-                    name=f"start:trainer/{policy}",
-                )
-                for policy in plan.policies
-            }
-        return {policy: task.result() for policy, task in starting.items()}
-
-    def trainer_plan(self, plan: WorkloadPlan, policy: str) -> TrainerPlan:
-        spec, config = plan.policies[policy], self._around.config
-        return TrainerPlan(
-            policy=policy,
-            model=spec["model"],
-            algorithm=spec["algorithm"],
-            optimizer=spec["optimizer"],
-            warm_optimizer=spec["warm_optimizer"],
-            seed=derive_seed(config.seed, "model", policy) % 2**31,
-            device=config.cells.device,
-            threads=config.cells.threads,
-            trainer=spec["trainer"],
-            publishing=spec["publishing"],
-            max_off_policy_steps=spec["max_off_policy_steps"],
-        )
-
-    async def _ledger(self, trainers: dict[str, Trainer], snapshot: Snapshot | None) -> Ledger:
+    async def _ledger(self, trainers: Mapping[str, Trainer], snapshot: Snapshot | None) -> Ledger:
         """The ledger of the newest snapshot with every trainer on it, or version 0 of every policy."""
         if snapshot:
             ledger = snapshot.ledger
             async with asyncio.TaskGroup() as tasks:
                 for policy, entry in ledger.policies.items():
-                    self._around.discard_uncommitted(policy, entry.version, entry.state_path)
-                    load = trainers[policy].load(weights_uri=entry.uri, state_path=entry.state_path)
+                    self._around.discard_uncommitted(policy, entry.highest, [*entry.states().values()])
+                    load = load_committed(trainers[policy], ledger, policy)
                     tasks.create_task(load, name=f"load:{policy}")
             return ledger
         for policy in trainers:  # what a start that never sealed step 0 left behind
-            self._around.discard_uncommitted(policy, -1, None)
+            self._around.discard_uncommitted(policy, -1, ())
         async with asyncio.TaskGroup() as tasks:
             created = {
                 policy: tasks.create_task(
@@ -220,7 +202,7 @@ class BringUp:
     def _assemble(
         self,
         plan: WorkloadPlan,
-        trainers: dict[str, Trainer],
+        trainers: dict[str, TrainingGroup],
         ledger: Ledger,
         stop_ids: dict[str, list[int]],
         train: list[TaskRecord],
@@ -258,14 +240,16 @@ class BringUp:
             events=events,
         )
         trained = {name: spec for name, spec in plan.policies.items() if spec["trained"]}
-        algorithms = {name: parse_algorithm(spec["algorithm"]) for name, spec in trained.items()}
+        algorithms = {name: policy_algorithm(name, spec) for name, spec in trained.items()}
         lanes = {
             policy: GradientLane(
                 run=config.run,
                 policy=policy,
+                algorithm=algorithms[policy],
                 trainer=trainers[policy],
                 restart=self._restart_trainer,
                 groups_per_batch=training.micro_batch_groups,
+                num_at_once=trainers[policy].num_replicas,
                 hold=config.mode == "sync",
                 record=record,
                 clock=clock,
@@ -273,6 +257,8 @@ class BringUp:
             )
             for policy in trained
         }
+        for policy, lane in lanes.items():
+            trainers[policy].show_to(lane.interval)
         view = TrainingView({name: algorithm.needs for name, algorithm in algorithms.items()})
         run = Run(
             config=config,
@@ -282,7 +268,8 @@ class BringUp:
             train_ids=[task.task_id for task in train],
             eval_ids=[task.task_id for task in held_out],
             algorithms=algorithms,
-            aggregations={name: Aggregation(name=a.aggregation) for name, a in algorithms.items()},
+            aggregations={name: Aggregation.of(algorithm) for name, algorithm in algorithms.items()},
+            groups=trainers,
             lanes=lanes,
             view=view,
             desk=desk,
@@ -347,14 +334,11 @@ class BringUp:
         )
 
     async def _restart_trainer(self, policy: str) -> Trainer:
-        """A new trainer with the last committed state of its policy."""
+        """The policy's group, back on the last committed state."""
         assert self.run is not None
-        name, backend = f"trainer/{policy}", self._around.backend
-        await backend.stop(name)
-        trainer = await backend.start_trainer(name, self.trainer_plan(self.run.plan, policy))
-        committed = self.run.ledger.policies[policy]
-        await trainer.load(weights_uri=committed.uri, state_path=committed.state_path)
-        return trainer
+        group = self.run.groups[policy]
+        await load_committed(group, self.run.ledger, policy)
+        return group
 
 
 def tokenizer_dirs(ledger: Ledger) -> dict[str, str]:

@@ -22,6 +22,7 @@ from typing import Any
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.reports import SessionStatus, StepReport
 
+ROLLBACK_TIMEOUT_S = 3600.0  # it waits for the step in work
 START_TIMEOUT_S = 60.0  # a cold start of the service took 3 s on a busy laptop
 
 
@@ -75,6 +76,12 @@ class ServiceClient:
     def cancel(self, run: str) -> SessionStatus:
         """Stops the session for good; returns when its processes are gone."""
         return SessionStatus(**self._request("POST", f"/sessions/{urllib.parse.quote(run)}/cancel", {}))
+
+    def roll_back(self, run: str, policy: str, version: int) -> dict[str, Any]:
+        """Rolls a policy back after the step in work; what was done, once it is sealed."""
+        path = f"/sessions/{urllib.parse.quote(run)}/rollback"
+        body = {"policy": policy, "version": version}
+        return dict(self._request("POST", path, body, timeout_s=ROLLBACK_TIMEOUT_S))
 
     def _request(self, method: str, path: str, body: Any = None, *, timeout_s: float = 60.0) -> Any:
         address = read_address(self.home)

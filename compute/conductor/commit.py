@@ -32,21 +32,39 @@ async def commit_step(run: Run, outcome: StepOutcome) -> None:
         cursor=outcome.cursor or run.ledger.cursor,
         published=outcome.published,
         states={policy: run.paths.state(policy, step) for policy in outcome.published},
+        algorithm_states=outcome.algorithm_states,
     )
+    if step == 0:  # what the initial weights or the warm start left is where training begins
+        ledger = ledger.referring([name for name, a in run.algorithms.items() if a.kl is not None])
+    pinned = await run.keeper.pinned(ledger.policies) if run.keeper else {}
+    ledger, left_states = ledger.keeping(run.config.storage.keep_states, pinned)
     report = step_report(run, outcome, timeline)
     run.events.add("commit", step=step, versions=ledger.versions(), reward=report.reward)
     snapshot = Snapshot(
         ledger=ledger, report=report, seed=run.config.seed, tasks_hash=tasks_hash(run.train_ids)
     )
     await run.store.seal(run.name, step, snapshot.to_json())
-    replaced = [run.ledger.policies[policy].state_path for policy in outcome.published]
     run.ledger = ledger
-    for path in replaced:
-        if path is not None:
-            run.discard_state(path)
+    for path in left_states:
+        run.discard_state(path)
     run.on_commit(report)
+    for policy in outcome.published:
+        await _prune_versions(run, policy)
     if step % RETENTION_EVERY_STEPS == 0:
         await drop_old_tokens(run)
+
+
+async def _prune_versions(run: Run, policy: str) -> None:
+    """Deletes the versions that the policy's `publishing` no longer keeps."""
+    keep = run.plan.policies[policy]["publishing"].get("keep_versions")
+    if keep is None or run.keeper is None:
+        return
+    needed = {run.ledger.policies[policy].version}
+    if (reference := run.ledger.references.get(policy)) is not None:
+        needed.add(reference.version)
+    gone = await run.keeper.prune(policy, keep=keep, needed=sorted(needed))
+    if gone:
+        run.events.add("versions_pruned", policy=policy, versions=gone)
 
 
 async def drop_old_tokens(run: Run) -> None:

@@ -22,6 +22,12 @@ class Cells(Closed):
     engines_per_policy: int = Field(default=1, ge=1)
     engine_slots: int = Field(default=256, ge=1, description="concurrent sequences of one engine")
     workload_workers: int = Field(default=1, ge=1)
+    trainers: int | None = Field(
+        default=None, ge=1, description="places for trainers (default: one for each replica of each policy)"
+    )
+    trainer_idle_s: float | None = Field(
+        default=None, gt=0, description="trainers idle for so long leave (default: when a place is wanted)"
+    )
     gateways: int = Field(
         default=1, ge=1, description="gateway processes, if the workload needs any; an episode stays with one"
     )
@@ -37,6 +43,9 @@ class Storage(Closed):
     )
     keep_tokens_of_versions: int | None = Field(
         default=None, ge=1, description="drop token segments older than so many versions (default: keep all)"
+    )
+    keep_states: int = Field(
+        default=1, ge=1, description="trainer states kept of each policy; those of pinned versions stay too"
     )
 
 
@@ -97,9 +106,9 @@ class SessionConfig(Closed):
         return value
 
     def config_hash(self) -> str:
-        """Hash of all that shapes the result; the run's name, length, lease and storage do not."""
-        aside = {"run", "steps", "lease_s", "duration_s", "import_paths", "storage"}
-        shaping = self.model_dump(exclude=aside)
+        """Hash of all that shapes the result; name, length, lease, storage and trainer places do not."""
+        aside = dict.fromkeys(("run", "steps", "lease_s", "duration_s", "import_paths", "storage"), True)
+        shaping = self.model_dump(exclude={**aside, "cells": {"trainers", "trainer_idle_s"}})
         return hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

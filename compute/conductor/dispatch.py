@@ -61,6 +61,7 @@ class Dispatcher:
         self._requests: dict[str, tuple[str, str]] = {}  # running invocation → (cell, request id)
         self._takers: dict[str, Callable[[Lease], None]] = {}  # a gateway's call → who takes its place
         self._lent: dict[str, Lease] = {}  # request id → its place, lent out
+        self._held: set[str] = set()  # policies whose ready calls wait: their engines change weights
         self.ends: CallEnds | None = None
         self.lost_engine: Callable[[str, str], Coroutine[Any, Any, None]] | None = None  # brings a cell back
 
@@ -90,6 +91,16 @@ class Dispatcher:
         """The engines of a policy that are in service."""
         balancer = self._balancers.get(policy)
         return {cell: self._engines[cell] for cell in balancer.up()} if balancer else {}
+
+    def hold(self, policy: str) -> None:
+        """From now on no call of the policy starts, until `release`."""
+        self._held.add(policy)
+
+    def release(self, policy: str) -> None:
+        """Waiting calls start again."""
+        self._held.discard(policy)
+        if policy in self._balancers:
+            self._pump(policy)
 
     def submit(self, vertex: Vertex) -> None:
         """A call has become ready. It starts as soon as an engine of its policy has room."""
@@ -147,6 +158,8 @@ class Dispatcher:
 
     def _pump(self, policy: str) -> None:
         balancer = self._balancers[policy]
+        if policy in self._held:
+            return
         while (vertex := self._graph.first_ready(policy)) is not None:
             rid = stable_id(self._run, vertex.invocation_id, vertex.num_reentries)
             lease = balancer.acquire(rid, len(vertex.prompt_ids or ()) + vertex.max_tokens)

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megloom.compute.algorithms.base import PolicyGradient
+from megloom.compute.conductor.columns import mean_advantage, with_columns
 from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.conductor.samples import Sample
 from megloom.compute.graph.records import CellIntervalRecord, MicroBatchRecord
@@ -64,17 +66,19 @@ class GradientLane:
         *,
         run: str,
         policy: str,
+        algorithm: PolicyGradient,
         trainer: Trainer,
         restart: Callable[[str], Awaitable[Trainer]],
         groups_per_batch: int,
+        num_at_once: int = 1,
         hold: bool,
         record: Callable[[Any], None],
         clock: Clock,
         events: EventLog,
     ) -> None:
-        self._run, self._policy, self._restart = run, policy, restart
+        self._run, self._policy, self._algorithm, self._restart = run, policy, algorithm, restart
         self.trainer = trainer
-        self._groups_per_batch, self._hold = groups_per_batch, hold
+        self._groups_per_batch, self._num_at_once, self._hold = groups_per_batch, num_at_once, hold
         self._record, self._clock, self._events = record, clock, events
         self._step_number, self._base_version = 0, 0
         self._step = LaneStep()
@@ -125,7 +129,7 @@ class GradientLane:
         async def work() -> Published:
             started_s = self._clock()
             self._step.update = await self.trainer.optim_step(scale=1.0 / denominator)
-            self._interval("update", started_s)
+            self.interval("update", started_s)
             return await self.publish(version=version, weights_dir=weights_dir, state_path=state_path)
 
         published: Published = await self._surviving(work)
@@ -136,7 +140,7 @@ class GradientLane:
         started_s = self._clock()
         published = await self.trainer.publish(weights_dir=weights_dir, version=version)
         await self.trainer.save(state_path=state_path)
-        self._interval("publish", started_s)
+        self.interval("publish", started_s)
         return published
 
     def record_step(self) -> None:
@@ -155,7 +159,7 @@ class GradientLane:
                     step=self._step_number,
                     policy=self._policy,
                     position=taken.position,
-                    cell=self.cell,
+                    cell=self._cell_of(taken.report),
                     base_version=self._base_version,
                     sample_ids=[row.sample_id for row in taken.batch.rows],
                     num_tokens=taken.report.num_tokens,
@@ -189,17 +193,67 @@ class GradientLane:
 
     async def _take_gradients(self) -> None:
         """Consumes micro-batches. Waits for complete groups. Woken by `add_group`; ends at `close`."""
-        while (taken := await self._inbox.get()) is not None:
-            await self._surviving(lambda taken=taken: self._take(taken))  # type: ignore[misc]
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[asyncio.Task[bool], Taken] = {}
+            arriving: asyncio.Task[Taken | None] | None = tasks.create_task(self._inbox.get())
+            while arriving is not None or running:
+                has_room = len(running) < self._num_at_once
+                watched: set[asyncio.Task[Any]] = {*running, *([arriving] if arriving and has_room else [])}
+                done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                if arriving is not None and arriving in done:
+                    taken = arriving.result()
+                    arriving = None if taken is None else tasks.create_task(self._inbox.get())
+                    if taken is not None:
+                        running[tasks.create_task(self._is_taken(taken))] = taken
+                if all(task.result() for task in running if task in done):
+                    running = {task: taken for task, taken in running.items() if task not in done}
+                else:  # what is under way is lost too
+                    await asyncio.wait(running)
+                    again = [taken for task, taken in running.items() if not task.result()]
+                    running = {}
+                    await self._surviving(lambda again=again: self._take_each(again))  # type: ignore[misc]
+
+    async def _is_taken(self, taken: Taken) -> bool:
+        """Takes the gradient; False if the trainer was lost."""
+        try:
+            await self._take(taken)
+        except TrainerLost as error:
+            log.info("policy=%s micro_batch=%s: %s", self._policy, taken.batch.micro_batch_id, error)
+            return False
+        return True
+
+    async def _take_each(self, batches: list[Taken]) -> None:
+        for taken in batches:
+            if taken.state is SampleState.READY:
+                await self._take(taken)
 
     async def _take(self, taken: Taken) -> None:
+        await self._fill_columns(taken)
         taken.started_s = self._clock()
         taken.report = await self.trainer.forward_backward(taken.batch)
         name = taken.batch.micro_batch_id
         taken.state = checked_move(name, SampleState.READY, SampleState.GRADIENT_TAKEN)
         taken.finished_s = self._clock()
+        # A verb may have waited for a cell, or for its turn: that is not the gradient's time.
+        taken.started_s = max(taken.started_s, taken.finished_s - taken.report.seconds)
         self._events.add("gradient", micro_batch=taken.batch.micro_batch_id, rows=len(taken.batch.rows))
-        self._interval("gradient", taken.started_s)
+        self.interval("gradient", taken.started_s, cell=self._cell_of(taken.report))
+
+    async def _fill_columns(self, taken: Taken) -> None:
+        """Asks the trainer for what the loss needs of every token. A replay keeps the numbers that it has."""
+        wants = self._algorithm.wants if taken.batch.loss == "policy_gradient" else ()
+        if not wants or all(name in row.columns for row in taken.batch.rows for name in wants):
+            return
+        started_s = self._clock()
+        report = await self.trainer.forward(taken.batch, wants)
+        self.interval("forward", started_s)
+        rows = with_columns(taken.batch.rows, report, wants, self._algorithm)
+        taken.batch = replace(taken.batch, rows=rows)
+        if self._algorithm.has_critic:
+            taken.samples = [
+                replace(sample, record=replace(sample.record, advantage=mean_advantage(row)), row=row)
+                for sample, row in zip(taken.samples, rows, strict=True)
+            ]
 
     async def revive(self, error: TrainerLost) -> None:
         """Brings a lost trainer back on its last committed state."""
@@ -223,12 +277,16 @@ class GradientLane:
                 continue
         raise TrainerLost(f"trainer of {self._policy} was lost {MAX_TRAINER_LOSSES} times in a row")
 
-    def _interval(self, activity: str, started_s: float) -> None:
+    def _cell_of(self, report: GradientReport) -> str:
+        return self.cell if report.replica == 0 else f"{self.cell}.{report.replica}"
+
+    def interval(self, activity: str, started_s: float, *, cell: str | None = None) -> None:
+        """Adds what one of the policy's trainers did until now."""
         self.intervals.append(
             CellIntervalRecord(
                 run=self._run,
                 step=self._step_number,
-                cell=self.cell,
+                cell=cell or self.cell,
                 role="train",
                 policy=self._policy,
                 activity=activity,

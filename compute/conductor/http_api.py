@@ -15,6 +15,8 @@ from starlette.routing import Route
 
 from megloom.compute.cluster.http import TokenGuard
 from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.conductor.keeping import UnknownVersion
+from megloom.compute.conductor.publisher import PublishAborted
 from megloom.compute.conductor.sessions import SessionConflict, SessionTable, UnknownRun
 
 MAX_WAIT_S = 60.0
@@ -55,6 +57,15 @@ class Api:
         session = await self._table.cancel(request.path_params["run"])
         return JSONResponse(asdict(session.status()))
 
+    async def roll_back(self, request: Request) -> JSONResponse:
+        """Answers when it is sealed, which is after the step in work."""
+        body = await _body(request)
+        policy, version = body.get("policy"), body.get("version")
+        if not isinstance(policy, str) or type(version) is not int:
+            raise ValueError(f'expected {{"policy": name, "version": number}}, got {body}')
+        done = await self._table.roll_back(request.path_params["run"], policy, version)
+        return JSONResponse(asdict(done))
+
 
 def build_app(table: SessionTable, *, token: str, epoch: int) -> Starlette:
     """The application with every route behind the token."""
@@ -67,11 +78,15 @@ def build_app(table: SessionTable, *, token: str, epoch: int) -> Starlette:
             Route("/sessions/{run}", api.status),
             Route("/sessions/{run}/steps", api.steps),
             Route("/sessions/{run}/cancel", api.cancel, methods=["POST"]),
+            Route("/sessions/{run}/rollback", api.roll_back, methods=["POST"]),
         ],
         middleware=[Middleware(TokenGuard, token=token)],
         exception_handlers={
             ValueError: _answer(400),
             UnknownRun: _answer(404),
+            UnknownVersion: _answer(404),
+            FileNotFoundError: _answer(404),
+            PublishAborted: _answer(503),
             SessionConflict: _answer(409),
         },
     )

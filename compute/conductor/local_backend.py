@@ -25,13 +25,17 @@ from megloom.compute.gateway.protocol import CallDesk
 from megloom.compute.gateway.remote import RemoteGateway, connect_gateway
 from megloom.compute.rollout.client import WorkerClient, connect_worker
 from megloom.compute.rollout.protocol import EpisodeEvents
-from megloom.compute.trainers.client import TrainerClient, connect_trainer
-from megloom.compute.trainers.protocol import TrainerPlan
+from megloom.compute.trainers.client import connect_trainer
+from megloom.compute.trainers.protocol import Trainer, TrainerPlan
+from megloom.compute.trainers.ranks import RankedTrainer
+from megloom.compute.trainers.suspended import StoreShelf
+from megloom.compute.workload import Trainer as TrainerKnobs
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 120.0  # a forked child listens within a second; a machine's first engine compiles kernels
 KEEP_ALIVE_S = 300.0  # our engines keep connections for ten minutes; a new one costs as much as a call
 STOP_GRACE_S = 2.0
+_RANK = "@"  # between a trainer's name and the number of a further rank
 
 
 class LocalBackend:
@@ -40,6 +44,7 @@ class LocalBackend:
     def __init__(self, *, config: SessionConfig, home: Path, cluster: LocalCluster) -> None:
         self.exits: asyncio.Queue[CellExit] = asyncio.Queue()  # bounded by the number of cells
         self._config, self._home, self._cluster = config, home, cluster
+        self.shelf = StoreShelf(home / "runs" / config.run / "suspended", run=config.run)
         self._prefix = f"{config.run}:"
         self._sockets = Path(tempfile.mkdtemp(prefix="megloom-"))  # unix socket paths are at most 107 bytes
         self._token = secrets.token_hex(16)
@@ -64,14 +69,27 @@ class LocalBackend:
         self._clients[name] = client
         return client
 
-    async def start_trainer(self, name: str, plan: TrainerPlan) -> TrainerClient:
-        socket = self._socket(name)
-        args = {"socket": str(socket), "plan": asdict(plan), "cache_dir": str(self._home / "models")}
-        await self._start(name, "megloom.compute.trainers.server:serve", args)
-        connecting = connect_trainer(plan.policy, socket, timeout_s=CONNECT_TIMEOUT_S)
-        client = await self._connected(name, connecting)
-        self._clients[name] = client
-        return client
+    async def start_trainer(self, name: str, plan: TrainerPlan) -> Trainer:
+        """One process, or one for each rank; those meet by a file."""
+        num_ranks = TrainerKnobs.parse(plan.trainer).ranks
+        names = [name, *(f"{name}{_RANK}{rank}" for rank in range(1, num_ranks))]
+        args: dict[str, Any] = {"plan": asdict(plan), "cache_dir": str(self._home / "models")}
+        self._count_life(name)
+        if num_ranks > 1:
+            args |= {"world_size": num_ranks, "rendezvous": str(self._socket(f"{name}.rendezvous"))}
+        sockets = [self._socket(one) for one in names]
+        for rank, (one, socket) in enumerate(zip(names, sockets, strict=True)):
+            own = {"socket": str(socket), "rank": rank}
+            await self._fork(one, "megloom.compute.trainers.server:serve", args | own)
+        clients = await asyncio.gather(
+            *(
+                self._connected(one, connect_trainer(plan.policy, socket, timeout_s=CONNECT_TIMEOUT_S))
+                for one, socket in zip(names, sockets, strict=True)
+            )
+        )
+        trainer: Trainer = clients[0] if num_ranks == 1 else RankedTrainer(plan.policy, clients)
+        self._clients[name] = trainer
+        return trainer
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine:
         address_file = self._socket(f"{name}.address")
@@ -116,23 +134,30 @@ class LocalBackend:
         if client is not None:
             await client.close()
         full = self._prefix + name
-        pid = self._cluster.pid(full)
-        if pid is not None:
-            self._stopping.add(pid)
-            await self._cluster.kill(full, grace_s=STOP_GRACE_S)
+        ours = [full, *self._cluster.names(f"{full}{_RANK}")]
+        running = {one: pid for one in ours if (pid := self._cluster.pid(one)) is not None}
+        self._stopping.update(running.values())
+        await asyncio.gather(*(self._cluster.kill(one, grace_s=STOP_GRACE_S) for one in running))
 
     async def close(self) -> None:
         """Ends every cell of the session."""
         self._watch.cancel()
         names = [name.removeprefix(self._prefix) for name in self._cluster.names(self._prefix)]
         await asyncio.gather(*(self.stop(name) for name in {*names, *self._clients}))
+        await self.shelf.close()
         self._cluster.unwatch(self._prefix)
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _start(self, name: str, entry: str, args: dict[str, Any]) -> None:
+        self._count_life(name)
+        await self._fork(name, entry, args)
+
+    def _count_life(self, name: str) -> None:
         self._lives[name] = self._lives.get(name, 0) + 1
+
+    async def _fork(self, name: str, entry: str, args: dict[str, Any]) -> None:
         pid = await self._cluster.start(ProcessSpec(name=self._prefix + name, entry=entry, args=args))
-        self._life_of[pid] = self._lives[name]
+        self._life_of[pid] = self.incarnation(_cell_of(name))
 
     async def _connected(self, name: str, connecting: Any) -> Any:
         """The result of `connecting`, unless the process ends first.
@@ -163,14 +188,19 @@ class LocalBackend:
             if exit_.pid in self._stopping:
                 self._stopping.discard(exit_.pid)
                 continue
-            name = exit_.name.removeprefix(self._prefix)
+            name = _cell_of(exit_.name.removeprefix(self._prefix))
             cause = f"exit code {exit_.code}; log ends: {exit_.log_tail[-1000:].strip()}"
             self.exits.put_nowait(CellExit(name=name, incarnation=incarnation, cause=cause))
 
     def _socket(self, name: str) -> Path:
         """A path of this life of the cell only: nobody reads what an earlier life left."""
-        life = self._lives.get(name.removesuffix(".address"), 0)
+        life = self.incarnation(_cell_of(name.removesuffix(".address").removesuffix(".rendezvous")))
         return self._sockets / f"{name.replace('/', '.')}.{life}"
+
+
+def _cell_of(name: str) -> str:
+    """The cell that a process belongs to: itself, or that of all ranks."""
+    return name.partition(_RANK)[0]
 
 
 async def _read_address(path: Path) -> dict[str, Any]:

@@ -155,6 +155,14 @@ def _status(state: EpisodeState) -> RewardStatus:
     return RewardStatus.UNSCORABLE if state is EpisodeState.UNSCORABLE else RewardStatus.INFRASTRUCTURE
 
 
+def _call_status(state: EpisodeState, score: CallScore | None) -> RewardStatus:
+    if state is not EpisodeState.SCORED:
+        return _status(state)
+    if score is None or score.reward is None:
+        return RewardStatus.UNSCORABLE
+    return RewardStatus.INHERITED if score.is_inherited else RewardStatus.SCORED
+
+
 def _invocation(
     of: Attempt,
     vertex: Vertex,
@@ -166,7 +174,6 @@ def _invocation(
 ) -> InvocationRecord:
     versions = [span[0] for span in vertex.version_spans]
     reward = score.reward if score else None
-    has_status = reward is not None or state is not EpisodeState.SCORED
     return InvocationRecord(
         invocation_id=vertex.invocation_id,
         episode_id=vertex.episode_id,
@@ -202,6 +209,6 @@ def _invocation(
         max_tokens=vertex.max_tokens,
         text=score.text if score else vertex.text,
         reward=reward,
-        reward_status=(_status(state) if has_status else RewardStatus.UNSCORABLE).value,
+        reward_status=_call_status(state, score).value,
         failure=vertex.failure or vertex.unusable,
     )

@@ -28,7 +28,10 @@ class AgentReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyReport:
-    """One policy in one step. `version` is what the step left behind; `trained` is False without samples."""
+    """One policy in one step. `version` is what the step left behind; `trained` is False without samples.
+
+    `dropped` counts the samples that carried no gradient, by cause.
+    """
 
     trained: bool
     version: int
@@ -42,6 +45,7 @@ class PolicyReport:
     grad_norm: float | None
     max_logprob_gap: float | None
     max_off_policy_steps: int
+    dropped: dict[str, int] = field(default_factory=dict)
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -25,6 +25,7 @@ from megloom.compute.graph.records import (
     FieldRecord,
     InvocationRecord,
     MessageRecord,
+    RewardStatus,
     SegmentRecord,
 )
 from megloom.compute.graph.seeds import canonical_json
@@ -190,7 +191,8 @@ def _outcome(episode: EpisodeRecord, calls: Sequence[InvocationRecord]) -> Episo
                 invocation_id=call.invocation_id,
                 text=call.text,
                 reward=call.reward,
-                is_inherited=is_gateway_call(call.invocation_id),
+                is_inherited=call.reward_status == RewardStatus.INHERITED
+                or is_gateway_call(call.invocation_id),
             )
             for call in calls
             if call.state == InvocationState.DONE.value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megloom.compute.algorithms.grpo import Grpo
+from megloom.compute.algorithms.base import PolicyGradient
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.episodes import EpisodeDesk
@@ -14,6 +14,7 @@ from megloom.compute.conductor.events import Clock, EventLog
 from megloom.compute.conductor.fields import FieldDesk
 from megloom.compute.conductor.gateways import Gateways
 from megloom.compute.conductor.gradients import GradientLane
+from megloom.compute.conductor.keeping import VersionKeeper
 from megloom.compute.conductor.ledger import Ledger
 from megloom.compute.conductor.publisher import Publisher
 from megloom.compute.conductor.reports import StepReport
@@ -21,6 +22,7 @@ from megloom.compute.conductor.samples import Aggregation
 from megloom.compute.graph.training_view import TrainingView
 from megloom.compute.rollout.protocol import WorkloadPlan
 from megloom.compute.store.step_store import StepStore
+from megloom.compute.trainers.group import TrainingGroup
 from megloom.compute.workload import Training
 
 
@@ -68,8 +70,9 @@ class Run:
     training: Training
     train_ids: Sequence[str]
     eval_ids: Sequence[str]
-    algorithms: Mapping[str, Grpo]
+    algorithms: Mapping[str, PolicyGradient]
     aggregations: Mapping[str, Aggregation]
+    groups: Mapping[str, TrainingGroup]
     lanes: Mapping[str, GradientLane]
     view: TrainingView
     desk: EpisodeDesk
@@ -85,6 +88,7 @@ class Run:
     discard_state: Callable[[str], None]
     fields: FieldDesk = field(init=False)  # asks the run for its open step
     is_ending: bool = False  # the step in work is the last one
+    keeper: VersionKeeper | None = None  # of version folders; None where there are none, as in simulation
     publisher: Publisher = field(init=False)  # needs the supervisor, which needs the run
     on_commit: Callable[[StepReport], None] = field(default=lambda report: None)
 

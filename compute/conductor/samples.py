@@ -1,35 +1,44 @@
-"""From complete groups to training rows: paths of token trees, advantages per (task, agent).
+"""Training samples: the record of each and the row that the trainer gets, with the weights of the loss.
 
-A group is final before its first gradient: unusable members have left, then the minimum size is checked.
-Samples whose advantage is exactly 0 carry no gradient; they are recorded as dropped and not sent.
+Samples whose advantage is exactly 0 carry no gradient; they are recorded as dropped, with a cause that the
+step's report counts, and not sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from megloom.compute.algorithms.base import Outcome, PolicyGradient
+from megloom.compute.algorithms.statistics import are_equal
+from megloom.compute.conductor.draws import DrawnGroup
 from megloom.compute.conductor.episodes import EndedEpisode
 from megloom.compute.graph.records import SampleKind, SampleRecord
-from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.graph.states import InvocationState, SampleState
 from megloom.compute.graph.token_paths import completion_segment_id
 from megloom.compute.graph.training_view import Candidate
 from megloom.compute.rollout.protocol import DemonstrationRow
-from megloom.compute.rollout.samples import DrawnPath, draw_paths
+from megloom.compute.rollout.samples import DrawnPath
 from megloom.compute.trainers.protocol import TrainingRow
 
-Advantages = Callable[[Sequence[float]], list[float]]
+# Why a sample was dropped.
+SMALL_GROUP = "small_group"
+CONSTANT_GROUP = "constant_group"
+NO_ADVANTAGE = "no_advantage"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A record of the sample and the row that the trainer gets; `row` is None for a dropped one."""
+    """A record of the sample and the row that the trainer gets; a dropped one has a `cause` instead."""
 
     record: SampleRecord
     row: TrainingRow | None
+    cause: str | None = None
 
 
 def candidates(member: EndedEpisode) -> list[Candidate]:
@@ -38,7 +47,9 @@ def candidates(member: EndedEpisode) -> list[Candidate]:
         return []
     scores = {call.invocation_id: call for call in member.outcome.calls}
     found = []
+    turns: Counter[str] = Counter()
     for vertex in member.vertices:
+        turn, turns[vertex.agent] = turns[vertex.agent], turns[vertex.agent] + 1
         if vertex.state is InvocationState.DONE and vertex.unusable is None:
             score = scores.get(vertex.invocation_id)
             found.append(
@@ -47,90 +58,63 @@ def candidates(member: EndedEpisode) -> list[Candidate]:
                     member=member.episode.member,
                     reward=score.reward if score else None,
                     is_inherited=score.is_inherited if score else False,
+                    round=turn,
                 )
             )
     return found
 
 
-def policy_samples(
-    *,
-    run: str,
-    step: int,
-    group_id: str,
-    task_id: str,
-    calls: Sequence[Candidate],
-    estimate: Advantages,
-    seed: int,
-    max_paths: int | None,
-    reward_field: str | None = None,
+def samples_of(
+    drawn: DrawnGroup, advantages: Mapping[tuple[str, str], float], *, algorithm: PolicyGradient
 ) -> list[Sample]:
-    """The samples of one policy in one complete group, an own baseline for each agent.
+    """The group's samples, from the advantages of its outcomes by (agent, outcome).
 
-    Each episode gives at most `max_paths` paths of its token tree, in which every sampled token is trained
-    once. Statistics are over outcomes: a call that was scored for itself is one, and so are all calls of an
-    agent that share their episode's reward. `reward_field` names the user-defined field that stands for the
-    reward. Calls without a reward leave before any statistic.
+    A path whose calls were scored apart has an advantage for each token, and the mean of these in its record.
+    One without an advantage is dropped, and says why, unless another term of the loss gives it a gradient.
     """
-    episodes: dict[str, list[Candidate]] = {}
-    for call in calls:
-        episodes.setdefault(call.vertex.episode_id, []).append(_rewarded(call, reward_field))
-    inherits = {call.vertex.invocation_id for call in calls if call.is_inherited and reward_field is None}
-    outcomes: dict[str, dict[str, float]] = {}  # agent → outcome → reward
-    drawn: list[tuple[str, str, DrawnPath]] = []
-    for episode_id, members in episodes.items():
-        for path in draw_paths(members, seed=derive_seed(seed, "paths", episode_id), max_paths=max_paths):
-            outcome = episode_id if path.leaf_invocation in inherits else path.leaf_invocation
-            outcomes.setdefault(path.agent, {})[outcome] = path.reward
-            drawn.append((episode_id, outcome, path))
-    advantages = {
-        agent: dict(zip(rewards, estimate(list(rewards.values())), strict=True))
-        for agent, rewards in outcomes.items()
-    }
-    policies = {call.vertex.agent: call.vertex.policy for call in calls}
+    causes = _causes(drawn.outcomes, algorithm.smallest_group)
     return [
-        _sample(
-            run,
-            step,
-            group_id,
-            task_id,
-            episode_id,
-            policies[path.agent],
-            path,
-            advantages[path.agent][outcome],
-        )
-        for episode_id, outcome, path in drawn
+        _sample(drawn, episode_id, path, advantages, None if algorithm.trains_without_advantage else causes)
+        for episode_id, path in drawn.paths
     ]
 
 
-def _rewarded(call: Candidate, reward_field: str | None) -> Candidate:
-    if reward_field is None:
-        return call
-    field = call.vertex.fields.get(reward_field)
-    return replace(call, reward=float(field.value) if field is not None else None)
+def _causes(outcomes: Sequence[Outcome], smallest_group: int) -> dict[str, str]:
+    """By agent, why one of its samples may have no advantage."""
+    rewards: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        rewards.setdefault(outcome.agent, []).append(outcome.reward)
+    return {
+        agent: SMALL_GROUP
+        if len(found) < smallest_group
+        else (CONSTANT_GROUP if are_equal(found) else NO_ADVANTAGE)
+        for agent, found in rewards.items()
+    }
 
 
 def _sample(
-    run: str,
-    step: int,
-    group_id: str,
-    task_id: str,
+    drawn: DrawnGroup,
     episode_id: str,
-    policy: str,
     path: DrawnPath,
-    advantage: float,
+    advantages: Mapping[tuple[str, str], float],
+    causes: Mapping[str, str] | None,
 ) -> Sample:
+    own = [advantages[path.agent, drawn.outcome_of[call]] for call in path.owned]
+    num_tokens = zip(own, path.owned_tokens, strict=True)
+    advantage = own[0] if len(set(own)) == 1 else math.fsum(a * n for a, n in num_tokens) / path.num_trainable
+    cause = causes[path.agent] if causes is not None and not any(own) else None
     record = SampleRecord(
         sample_id=f"{path.leaf_invocation}-s",
-        run=run,
-        step=step,
+        run=drawn.run,
+        step=drawn.step,
         kind=SampleKind.ROLLOUT.value,
-        policy=policy,
+        policy=drawn.policy,
         agent=path.agent,
-        group_id=group_id,
+        group_id=drawn.group_id,
         episode_id=episode_id,
         invocation_id=path.leaf_invocation,
         invocation_ids=list(path.owned),
-        task_id=task_id,
+        task_id=drawn.task_id,
         leaf_segment=completion_segment_id(path.leaf_invocation),
         num_tokens=len(path.token_ids),
         num_trainable=path.num_trainable,
@@ -139,10 +123,10 @@ def _sample(
         version_min=path.version_min,
         version_max=path.version_max,
         micro_batch_id=None,
-        state=SampleState.READY.value if advantage != 0.0 else SampleState.DROPPED.value,
+        state=(SampleState.READY if cause is None else SampleState.DROPPED).value,
     )
-    if advantage == 0.0:
-        return Sample(record=record, row=None)
+    if cause is not None:
+        return Sample(record=record, row=None, cause=cause)
     row = TrainingRow(
         sample_id=record.sample_id,
         token_ids=path.token_ids,
@@ -151,8 +135,22 @@ def _sample(
         advantage=advantage,
         weight=1.0,
         temperature=path.temperature,
+        episode_id=episode_id,
+        version_min=path.version_min,
+        columns={}
+        if len(set(own)) == 1
+        else {"advantages": spread(path.loss_mask, np.repeat(own, path.owned_tokens))},
     )
     return Sample(record=record, row=row)
+
+
+def spread(
+    loss_mask: npt.NDArray[np.uint8], values_N: Sequence[float] | npt.NDArray[np.float64]
+) -> npt.NDArray[np.float32]:
+    """A column of a row, [T], from one value for each of its N trainable tokens in order; 0 elsewhere."""
+    column = np.zeros(len(loss_mask), dtype=np.float32)
+    column[loss_mask.astype(bool)] = np.asarray(values_N, dtype=np.float32)
+    return column
 
 
 def demonstration_samples(
@@ -204,22 +202,30 @@ def demonstration_samples(
 class Aggregation:
     """How token losses become one number: each row's weight, and the count that the sum is divided by.
 
-    Names are verl's: token-mean, seq-mean-token-mean; episode-mean averages an episode's tokens first.
+        token-mean                Σ over tokens / tokens
+        seq-mean-token-sum        Σ over tokens / rows
+        seq-mean-token-sum-norm   Σ over tokens / norm_tokens / rows
+        seq-mean-token-mean       Σ over rows of the mean over a row's tokens / rows
+        episode-mean              Σ over episodes of the mean over an episode's tokens / episodes
+
+    Names are verl's but the last. Counted are the tokens, rows and episodes that carry loss.
     """
 
     name: str
+    norm_tokens: int | None = None
+
+    @classmethod
+    def of(cls, algorithm: PolicyGradient) -> Aggregation:
+        return cls(name=algorithm.aggregation, norm_tokens=algorithm.norm_tokens)
 
     def weigh(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples of whole episodes with their rows' weights set."""
-        tokens: dict[str, int] = {}
+        tokens: Counter[str] = Counter()
         for sample in samples:
             if sample.row is not None:
-                key = self._unit(sample)
-                tokens[key] = tokens.get(key, 0) + sample.record.num_trainable
-        if self.name == "token-mean":
-            return list(samples)
+                tokens[self._unit(sample)] += sample.record.num_trainable
         return [
-            replace(sample, row=replace(sample.row, weight=1.0 / tokens[self._unit(sample)]))
+            replace(sample, row=replace(sample.row, weight=self._weight(tokens[self._unit(sample)])))
             if sample.row is not None
             else sample
             for sample in samples
@@ -231,6 +237,15 @@ class Aggregation:
         if self.name == "token-mean":
             return sum(sample.record.num_trainable for sample in trained)
         return len({self._unit(sample) for sample in trained})
+
+    def _weight(self, num_tokens: int) -> float:
+        """Of a row in a unit with so many trainable tokens."""
+        if self.name in ("token-mean", "seq-mean-token-sum"):
+            return 1.0
+        if self.name == "seq-mean-token-sum-norm":
+            assert self.norm_tokens is not None, self
+            return 1.0 / self.norm_tokens
+        return 1.0 / num_tokens
 
     def _unit(self, sample: Sample) -> str:
         return sample.record.episode_id if self.name == "episode-mean" else sample.record.sample_id

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megloom.compute.conductor.backend import Backend
 from megloom.compute.conductor.bring_up import BringUp, Surroundings
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.conductor.events import EventLog
+from megloom.compute.conductor.keeping import UnknownVersion
 from megloom.compute.conductor.reports import ENDED, SessionStatus, StepReport
+from megloom.compute.conductor.rollback import RolledBack, roll_back
 from megloom.compute.conductor.run import Run, RunPaths
-from megloom.compute.conductor.snapshot import Snapshot
+from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
 from megloom.compute.conductor.step_loop import run_steps
+from megloom.compute.conductor.version_services import VersionServices, serve_versions
 from megloom.compute.store.step_store import StepStore
 
 log = logging.getLogger(__name__)
@@ -36,12 +39,14 @@ class Session:
         epoch: int,
         wall_time: Callable[[], str],
         write_events: Callable[[list[str]], None],
-        discard_uncommitted: Callable[[str, int, str | None], None],
+        discard_uncommitted: Callable[[str, int, Sequence[str]], None],
         discard_state: Callable[[str], None],
+        versions: VersionServices | None = None,
     ) -> None:
         self.config, self.paths, self.reports = config, paths, list[StepReport]()
         self.state, self.failure = "starting", None  # type: str, str | None
-        self._store, self._write_events = store, write_events
+        self._store, self._write_events, self._versions = store, write_events, versions
+        self._rollbacks: list[tuple[str, int, asyncio.Future[RolledBack]]] = []  # asked for, not yet done
         self._events = EventLog(self._clock)
         self._around = Surroundings(
             config=config,
@@ -70,6 +75,8 @@ class Session:
                     tasks.create_task(supervisor.watch(), name="supervisor:watch"),
                     tasks.create_task(supervisor.check_suspects(), name="supervisor:suspects"),
                 ]
+                if self._versions is not None:
+                    serve_versions(run, self._versions)
                 await self._restore_reports()
                 run.on_commit = self.reports.append
                 self._set_state("running")
@@ -92,6 +99,9 @@ class Session:
                 log.exception("events of run=%s not written", self.config.run)
             finally:
                 await asyncio.shield(self._around.backend.close())
+                for _, _, waiting in self._rollbacks:
+                    if not waiting.done():
+                        waiting.set_exception(ValueError(f"run {self.config.run} {self.state}: ask again"))
                 self._notify()
 
     def renew_lease(self) -> None:
@@ -99,6 +109,16 @@ class Session:
         self._asked_s = self._clock()
         if self.state == "paused":
             self._set_state("running")
+
+    async def roll_back(self, policy: str, version: int) -> RolledBack:
+        """Rolls a policy back as soon as the step in work is committed.
+
+        Raises: ValueError, UnknownVersion if it cannot be, the session goes on then; PublishAborted.
+        """
+        waiting: asyncio.Future[RolledBack] = asyncio.get_running_loop().create_future()
+        self._rollbacks.append((policy, version, waiting))
+        self._notify()
+        return await waiting
 
     async def wait_for_change(self, *, after: int, timeout_s: float) -> None:
         """Returns when a step later than `after` is there, the state changes, or `timeout_s` has passed."""
@@ -140,8 +160,36 @@ class Session:
         if self._clock() - self._asked_s > self.config.lease_s:
             self._events.add("paused", reason="no client asked within the lease")
             self._set_state("paused")
+        await self._roll_back_waiting()
         while self.state == "paused":
             await self._changed.wait()
+            await self._roll_back_waiting()
+
+    async def _roll_back_waiting(self) -> None:
+        """Does what was asked for. A refused request changes nothing; a failed one ends the session."""
+        while self._rollbacks:
+            policy, version, waiting = self._rollbacks[0]
+            run = self._bring_up.run if self._bring_up else None
+            assert run is not None
+            try:
+                if self._versions is None or not self.reports:
+                    raise ValueError(f"run {self.config.run} has no committed version to roll back to")
+                last = Snapshot(
+                    ledger=run.ledger,
+                    report=self.reports[-1],
+                    seed=self.config.seed,
+                    tasks_hash=tasks_hash(run.train_ids),
+                )
+                done = await roll_back(run, self._versions.keeper, last, policy, version)
+            except (ValueError, UnknownVersion) as error:
+                _answer(waiting, error)
+            except Exception as error:
+                _answer(waiting, error)
+                raise
+            else:
+                if not waiting.done():
+                    waiting.set_result(done)
+            self._rollbacks.pop(0)
 
     async def _restore_reports(self) -> None:
         for snapshot in await self._store.snapshots(self.config.run):
@@ -167,6 +215,12 @@ class Session:
         if self.state == "running" and run is not None:
             return f"step {run.ledger.next_step}: {run.desk.describe_wait()}"
         return None
+
+
+def _answer(waiting: asyncio.Future[RolledBack], error: Exception) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # seen, also if the client is gone
 
 
 def explain(group: BaseException) -> str:

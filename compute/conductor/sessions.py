@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from megloom.compute.cluster.local import LocalCluster
 from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.conductor.keeping import FileKeeper
 from megloom.compute.conductor.local_backend import LocalBackend
 from megloom.compute.conductor.reports import ENDED
+from megloom.compute.conductor.rollback import RolledBack, roll_back_stopped
 from megloom.compute.conductor.run import RunPaths
 from megloom.compute.conductor.session import Session
+from megloom.compute.conductor.version_services import local_services
 from megloom.compute.state.weights import discard_after, discard_states
 from megloom.compute.store.offload import ThreadOffload
 from megloom.compute.store.sqlite_journal import SqliteJournal
@@ -28,7 +31,7 @@ class SessionConflict(Exception):
 
 
 class UnknownRun(Exception):
-    """No session of that name in this service."""
+    """No session of that name in this service, or no such run in its home."""
 
 
 class SessionTable:
@@ -91,6 +94,19 @@ class SessionTable:
         await asyncio.wait([task])
         return session
 
+    async def roll_back(self, run: str, policy: str, version: int) -> RolledBack:
+        """Rolls a policy of a run back: between two steps of its session, or on the disk if it has none.
+
+        Raises: UnknownRun; ValueError, UnknownVersion for a policy or version that is not there.
+        """
+        active = self._sessions.get(run)
+        if active is not None and active.state not in ENDED:
+            return await active.roll_back(policy, version)
+        async with self._starting.setdefault(run, asyncio.Lock()):
+            if run in self._tasks:
+                await asyncio.wait([self._tasks[run]])
+            return await roll_back_on_disk(self._home, run, policy, version, wall_time=self._wall_time)
+
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
@@ -104,15 +120,16 @@ class SessionTable:
         paths.config.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         async with AsyncExitStack() as stack:
             offload = stack.enter_context(ThreadOffload(f"store-{config.run}"))
+            files = stack.enter_context(ThreadOffload(f"weights-{config.run}"))
             journal = await stack.enter_async_context(SqliteJournal.open(paths.journal, offload))
 
             def write_events(lines: list[str]) -> None:
                 with paths.events.open("a") as file:
                     file.writelines(f"{line}\n" for line in lines)
 
-            def discard_uncommitted(policy: str, version: int, state_path: str | None) -> None:
+            def discard_uncommitted(policy: str, version: int, states: Sequence[str]) -> None:
                 discard_after(Path(paths.weights(policy)), version)
-                discard_states(Path(paths.states(policy)), keep=state_path)
+                discard_states(Path(paths.states(policy)), keep=states)
 
             session = Session(
                 config=config,
@@ -124,7 +141,38 @@ class SessionTable:
                 write_events=write_events,
                 discard_uncommitted=discard_uncommitted,
                 discard_state=lambda path: Path(path).unlink(missing_ok=True),
+                versions=local_services(paths.weights, files),
             )
             self._sessions[config.run] = session
             ready.set_result(session)
             await session.run()
+
+
+async def roll_back_on_disk(
+    home: Path, run: str, policy: str, version: int, *, wall_time: Callable[[], str]
+) -> RolledBack:
+    """Rolls back a run that no session works on; the caller sees to it that none starts meanwhile.
+
+    Raises: UnknownRun, UnknownVersion; ValueError; FileNotFoundError if the run has no sealed step.
+    """
+    paths = stored_run(home, run)
+    with ThreadOffload(f"store-{run}") as offload:
+        async with SqliteJournal.open(paths.journal, offload) as journal:
+            return await roll_back_stopped(
+                MegStore(root=paths.store_root, journal=journal, offload=offload),
+                FileKeeper(paths.weights, offload),
+                run=run,
+                policy=policy,
+                version=version,
+                wall_time=wall_time,
+            )
+
+
+def stored_run(home: Path, run: str) -> RunPaths:
+    """Where a run's files lie. Raises: UnknownRun naming the runs that are known."""
+    runs = home / "runs"
+    known = sorted(path.parent.name for path in runs.glob("*/config.json"))
+    if run not in known:
+        raise UnknownRun(f"no run {run!r} in {home} (known: {', '.join(known) or 'none'})")
+    config = SessionConfig.parse(json.loads((runs / run / "config.json").read_text()))
+    return RunPaths(home=home, run=run, store=config.storage.root)

@@ -11,18 +11,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from megloom.compute.conductor.checks import step_checks
 from megloom.compute.conductor.commit import commit_step
+from megloom.compute.conductor.draws import draw_group
 from megloom.compute.conductor.episodes import EndedEpisode, Episode
+from megloom.compute.conductor.estimates import StepEstimates
 from megloom.compute.conductor.evaluation import evaluate, reward_rate
 from megloom.compute.conductor.gradients import LaneStep
+from megloom.compute.conductor.loading import load_committed
 from megloom.compute.conductor.reports import CheckReport, EvaluationReport
 from megloom.compute.conductor.run import Run
-from megloom.compute.conductor.samples import candidates, policy_samples
+from megloom.compute.conductor.samples import candidates
 from megloom.compute.conductor.step_report import StepOutcome
 from megloom.compute.conductor.warm_start import imitate
 from megloom.compute.graph.records import GroupRecord
 from megloom.compute.graph.states import GroupState, checked_move
 from megloom.compute.scheduling.cursor import take
-from megloom.compute.trainers.protocol import Published
+from megloom.compute.trainers.protocol import Published, TrainerLost
 
 IMITATION_STEPS_PER_WARM_START = 8  # so that the supervised baseline is evaluated as often as training is
 
@@ -35,6 +38,8 @@ async def run_steps(run: Run, *, between_steps: Callable[[], Awaitable[None]]) -
     """Steps until the last one, continuing where the ledger stands. Step 0 is the demonstration step."""
     while not is_done(run):
         await between_steps()
+        if is_done(run):  # a rollback has taken the last step's number
+            return
         if run.ledger.next_step == 0:
             await demonstration_step(run, kind="start", num_examples=run.training.warm_examples)
         elif run.config.imitation_only:
@@ -66,6 +71,18 @@ async def demonstration_step(run: Run, *, kind: str, num_examples: int) -> None:
         kind=kind, started_s=started_s, work=work, published=published, evaluation=evaluation
     )
     await commit_step(run, outcome)
+    if kind == "start":  # only now is it known which version a KL term refers to
+        for policy in run.ledger.references:
+            await refer(run, policy)
+
+
+async def refer(run: Run, policy: str) -> None:
+    """Shows a trainer its reference version; one that is lost over it comes back with it."""
+    lane = run.lanes[policy]
+    try:
+        await load_committed(lane.trainer, run.ledger, policy)
+    except TrainerLost as error:
+        await lane.revive(error)
 
 
 async def train_step(run: Run) -> None:
@@ -74,7 +91,13 @@ async def train_step(run: Run) -> None:
     cursor, drawn = take(
         run.ledger.cursor, run.training.tasks_per_step, task_ids=run.train_ids, seed=run.config.seed
     )
-    ended, work = await rollout_and_gradients(run, drawn, frozen)
+    estimates = {
+        policy: StepEstimates(
+            algorithm, run.aggregations[policy], run.ledger.algorithm_states.get(policy, {})
+        )
+        for policy, algorithm in run.algorithms.items()
+    }
+    ended, work = await rollout_and_gradients(run, drawn, frozen, estimates)
     published = await update(run, work)
     checks = step_checks(ended=ended, versions=frozen, lanes=work, reward=reward_rate(ended))
     stop_on_failure(checks)
@@ -89,27 +112,39 @@ async def train_step(run: Run) -> None:
         evaluation=evaluation,
         checks=checks,
         cursor=cursor,
+        algorithm_states={policy: state for policy, e in estimates.items() if (state := e.next_state())},
     )
     await commit_step(run, outcome)
 
 
 async def rollout_and_gradients(
-    run: Run, drawn: Sequence[tuple[int, str]], frozen: Mapping[str, int]
+    run: Run,
+    drawn: Sequence[tuple[int, str]],
+    frozen: Mapping[str, int],
+    estimates: Mapping[str, StepEstimates],
 ) -> tuple[list[EndedEpisode], dict[str, LaneStep]]:
     """Runs the groups of all drawn tasks; gradients of complete ones are taken meanwhile."""
     async with asyncio.TaskGroup() as tasks:
         for policy, lane in run.lanes.items():
             lane.open(run.ledger.next_step, frozen[policy], tasks)
         groups = [
-            tasks.create_task(run_group(run, number, epoch, task_id), name=f"group:{number}")
+            tasks.create_task(run_group(run, number, epoch, task_id, estimates), name=f"group:{number}")
             for number, (epoch, task_id) in enumerate(drawn)
         ]
         ended = [member for group in groups for member in await group]
-        work = {policy: await lane.close() for policy, lane in run.lanes.items()}
-    return ended, work
+        for policy, lane in run.lanes.items():
+            for samples in estimates[policy].close():
+                lane.add_group(samples)
+        closing = {
+            policy: tasks.create_task(lane.close(), name=f"close:{policy}")
+            for policy, lane in run.lanes.items()
+        }
+    return ended, {policy: task.result() for policy, task in closing.items()}
 
 
-async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[EndedEpisode]:
+async def run_group(
+    run: Run, number: int, epoch: int, task_id: str, estimates: Mapping[str, StepEstimates]
+) -> list[EndedEpisode]:
     """Runs a task's episodes; when all have ended they enter the training view, and from there the lanes."""
     step = run.ledger.next_step
     group_id = f"g{step:06d}-{number:04d}"
@@ -138,7 +173,10 @@ async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[End
         run.view.member_ended(group_id, ended.episode.member, 0, candidates(ended))
     async with asyncio.TaskGroup() as tasks:
         for policy in run.lanes:
-            tasks.create_task(train_group(run, policy, group_id, task_id), name=f"train:{group_id}:{policy}")
+            tasks.create_task(
+                train_group(run, policy, group_id, task_id, estimates[policy]),
+                name=f"train:{group_id}:{policy}",
+            )
     num_scored = sum(member.is_scored for member in members)
     state = checked_move(
         group_id, GroupState.OPEN, GroupState.COMPLETE if num_scored else GroupState.DISCARDED
@@ -159,22 +197,21 @@ async def run_group(run: Run, number: int, epoch: int, task_id: str) -> list[End
     return members
 
 
-async def train_group(run: Run, policy: str, group_id: str, task_id: str) -> None:
-    """Sends a complete group to its policy's lane as soon as all fields that the loss needs are there."""
-    algorithm = run.algorithms[policy]
-    samples = policy_samples(
+async def train_group(run: Run, policy: str, group_id: str, task_id: str, estimates: StepEstimates) -> None:
+    """Takes a complete group once its fields are there; what is final goes to the lane."""
+    drawn = draw_group(
         run=run.name,
         step=run.ledger.next_step,
+        policy=policy,
         group_id=group_id,
         task_id=task_id,
         calls=await run.fields.take(policy, group_id),
-        estimate=algorithm.advantages,
         seed=run.config.seed,
         max_paths=run.training.paths_per_episode,
-        reward_field=algorithm.reward_field,
+        reward_field=run.algorithms[policy].reward_field,
     )
-    if samples:
-        run.lanes[policy].add_group(run.aggregations[policy].weigh(samples))
+    for samples in estimates.add(drawn):
+        run.lanes[policy].add_group(samples)
 
 
 async def update(run: Run, work: Mapping[str, LaneStep]) -> dict[str, Published]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megloom.compute.conductor.episodes import EndedEpisode
@@ -19,6 +20,7 @@ from megloom.compute.conductor.reports import (
 from megloom.compute.conductor.run import Run
 from megloom.compute.graph.records import CellIntervalRecord
 from megloom.compute.scheduling.cursor import Cursor
+from megloom.compute.scheduling.staleness import off_policy_steps
 from megloom.compute.trainers.protocol import Published
 
 MERGE_GAP_S = 0.02  # an engine that idles for less counts as busy: a batch's calls end a little apart
@@ -27,7 +29,10 @@ MAX_LISTED_BATCHES = 32  # the report is a summary; every micro-batch is a row o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """All that a step did, before its commit. `cursor`: where the next step draws from, if this one drew."""
+    """All that a step did, before its commit. `cursor`: where the next step draws from, if this one drew.
+
+    `algorithm_states` are those of the policies whose algorithm has one.
+    """
 
     kind: str
     started_s: float
@@ -37,6 +42,7 @@ class StepOutcome:
     evaluation: EvaluationReport | None
     checks: Sequence[CheckReport] = ()
     cursor: Cursor | None = None
+    algorithm_states: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def step_report(run: Run, outcome: StepOutcome, timeline: Sequence[CellIntervalRecord]) -> StepReport:
@@ -171,6 +177,14 @@ def mean_loss(work: LaneStep) -> float | None:
     return total / trainable if trainable else None
 
 
+def _largest_lag(work: LaneStep, trainer_version: int) -> int:
+    return max((off_policy_steps(trainer_version, s.record.version_min) for s in work.trained()), default=0)
+
+
+def _dropped(work: LaneStep) -> dict[str, int]:
+    return dict(sorted(Counter(sample.cause or "unknown" for sample in work.dropped).items()))
+
+
 def _policy(run: Run, policy: str, work: LaneStep | None, published: Published | None) -> PolicyReport:
     committed = run.ledger.policies[policy]
     batches = work.taken if work else []
@@ -187,7 +201,8 @@ def _policy(run: Run, policy: str, work: LaneStep | None, published: Published |
         loss=mean_loss(work) if work else None,
         grad_norm=work.update.grad_norm if work and work.update else None,
         max_logprob_gap=max(gaps, default=None),
-        max_off_policy_steps=0,
+        max_off_policy_steps=_largest_lag(work, committed.version) if work else 0,
+        dropped=_dropped(work) if work else {},
         micro_batches=[
             {
                 "micro_batch": taken.batch.micro_batch_id,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 10  # of one cell in a session: more is a bug that a restart does not mend
 BACKOFF_S = 0.5  # before the second restart of a cell, doubled for each later one, at most 30 s
 ANSWER_TIMEOUT_S = 20.0  # for a worker whose episode ran past its deadline
-GATEWAY_PREFIX = "gateway/"
+GATEWAY_PREFIX, TRAINER_PREFIX = "gateway/", "trainer/"
 
 
 class CellLost(Exception):
@@ -28,7 +28,7 @@ class CellLost(Exception):
 
 
 class Supervisor:
-    """Trainers are not restarted here: their lane notices the loss in a verb and replays its step."""
+    """Trainers are not restarted here: their group is told, and its lane replays what that lost."""
 
     def __init__(
         self,
@@ -75,6 +75,9 @@ class Supervisor:
                 await self._restart_worker(exit_.name, exit_.cause)
             elif exit_.name.startswith(GATEWAY_PREFIX):
                 await self._restart_gateway(exit_.name, exit_.cause)
+            elif exit_.name.startswith(TRAINER_PREFIX):
+                policy = exit_.name.removeprefix(TRAINER_PREFIX).partition(".")[0]
+                self._run.groups[policy].ended(exit_.name, exit_.cause)
 
     async def check_suspects(self) -> None:
         """Consumes cells that let a deadline pass. Waits for the desk. Woken by each such episode."""

@@ -30,6 +30,8 @@ from megloom.compute.engines.model import Weights, pack_weights
 from megloom.compute.engines.runners import choose_runner
 from megloom.compute.engines.service import EngineService
 from megloom.compute.engines.wire import Limits
+from megloom.compute.state.staging import full_folder
+from megloom.compute.state.weights import WeightsError, is_complete
 
 TOKEN_VARIABLE = "MEGLOOM_ENGINE_TOKEN"  # the command line would show the token to every user of the host
 _KEEP_ALIVE_S = 600  # far above any client's: a connection closed under a request looks like a dead engine
@@ -56,13 +58,26 @@ class EngineArgs:
     prefill_budget_tokens: int = 1024
 
 
+def whole_folder(model_path: str) -> str:
+    """The folder with the whole weights of a version that may be kept as a delta; any other folder as it is.
+
+    Raises: ValueError if the version cannot be rebuilt.
+    """
+    if not is_complete(Path(model_path)):
+        return model_path
+    try:
+        return str(full_folder(Path(model_path), verified=False))  # the digest is checked when it is read
+    except WeightsError as error:
+        raise ValueError(str(error)) from error
+
+
 def build_app(args: EngineArgs) -> tuple[EngineService, EngineApp]:
     """Returns the service and its HTTP application, with the model loaded.
 
     Raises: ValueError, FileNotFoundError if the model cannot be served as asked.
     """
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    config = read_config(args.model_dir)
+    config = read_config(args.model_dir)  # a version that is kept as a delta has its own
     context_length = args.context_length or config.max_position_embeddings
     if context_length > config.max_position_embeddings:
         raise ValueError(
@@ -70,6 +85,7 @@ def build_app(args: EngineArgs) -> tuple[EngineService, EngineApp]:
         )
 
     def read_weights(model_path: str, digest: str | None) -> Weights:
+        model_path = whole_folder(model_path)
         new_config: ModelConfig = read_config(model_path)
         if new_config != config:
             raise ValueError(f"{model_path}: config {new_config} differs from the served {config}")

@@ -20,6 +20,7 @@ class EdgeKind(StrEnum):
 
 class RewardStatus(StrEnum):
     SCORED = "scored"
+    INHERITED = "inherited"  # a call with the reward of its agent or team: one outcome with its siblings
     UNSCORABLE = "unscorable"
     INFRASTRUCTURE = "infrastructure"
 

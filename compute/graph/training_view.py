@@ -63,6 +63,7 @@ class Candidate:
     member: int
     reward: float | None
     is_inherited: bool = False  # the reward is that of its whole episode: one outcome, however many calls
+    round: int = 0  # its turn among its agent's calls of the episode
 
     @property
     def version_min(self) -> int | None:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from megloom.compute.graph.records import CellIntervalRecord
 from megloom.compute.report.drawing import cut, element, number, svg, text, ticks, tooltip
 
-ACTIVITY_COLOURS = {"roll": "#3b82f6", "gradient": "#d97706", "update": "#a855f7", "publish": "#059669"}
+ACTIVITY_COLOURS = {
+    "roll": "#3b82f6",
+    "gradient": "#d97706",
+    "update": "#a855f7",
+    "publish": "#059669",
+    "bind": "#94a3b8",
+    "load": "#0ea5e9",
+    "offload": "#f472b6",
+}
 _OTHER = "#8b93a1"
 _LANE, _GAP, _TOP, _BOTTOM, _RIGHT = 26.0, 9.0, 40.0, 40.0, 64.0
 _LETTER = 6.4  # pixels of one letter at size 11

@@ -33,6 +33,12 @@ def normalise(value: Any, *, calls: Mapping[str, str], agents: Collection[str] =
     return Score(team=float(score.team), agents=score.agents, calls=per_call, metrics=score.metrics)
 
 
+def names_call(value: Any, invocation_id: str) -> bool:
+    """True if the returned value scores the call for itself; else the call inherits its agent's or team's."""
+    named = value.calls if isinstance(value, Score) else value
+    return isinstance(named, Mapping) and invocation_id in named
+
+
 def _as_score(value: Any, calls: Mapping[str, str], others: Collection[str]) -> Score:
     if isinstance(value, Score):
         score = value

@@ -15,7 +15,7 @@ from typing import Any
 
 from megloom.compute.graph.records import clean_text
 from megloom.compute.graph.states import EpisodeState
-from megloom.compute.rewards.scoring import RewardError, normalise
+from megloom.compute.rewards.scoring import RewardError, names_call, normalise
 from megloom.compute.rollout.harness import Programs
 from megloom.compute.rollout.protocol import CallScore, EpisodeOrder, EpisodeOutcome
 from megloom.compute.rollout.team import Call, CallBook, TeamHandle
@@ -102,7 +102,7 @@ def _scored(
         episode_id=order.episode_id,
         state=EpisodeState.SCORED.value,
         reward=score.team,
-        calls=_calls(answered, score),
+        calls=_calls(answered, score, value),
         metrics={name: (float(pair[0]), int(pair[1])) for name, pair in score.metrics.items()},
         warnings=tuple(book.warnings),
         agent_rewards={name: float(reward) for name, reward in score.agents.items()},
@@ -136,12 +136,13 @@ def _failed(
     )
 
 
-def _calls(answered: Sequence[Call], score: Score | None) -> tuple[CallScore, ...]:
+def _calls(answered: Sequence[Call], score: Score | None, value: Any = None) -> tuple[CallScore, ...]:
     return tuple(
         CallScore(
             invocation_id=call.invocation_id,
             text=call.text,
             reward=score.calls[call.invocation_id] if score else None,
+            is_inherited=score is not None and not names_call(value, call.invocation_id),
         )
         for call in answered
     )

@@ -30,7 +30,8 @@ class DrawnPath:
     """One training path; arrays have shape [T] (T tokens from the root to the end of `leaf_invocation`).
 
     `loss_mask` is 1 on the `num_trainable` tokens that this path owns; `logprobs` holds their behaviour
-    logprobs and 0 elsewhere; the versions are theirs. `owned` are the calls that these tokens came from.
+    logprobs and 0 elsewhere; the versions are theirs. `owned` are the calls that these tokens came from, in
+    the order of the path, and `owned_tokens` how many of them each gave.
     """
 
     leaf_invocation: str
@@ -44,6 +45,7 @@ class DrawnPath:
     version_min: int
     version_max: int
     owned: tuple[str, ...]
+    owned_tokens: tuple[int, ...]
     num_trainable: int
 
 
@@ -162,6 +164,7 @@ class _Tree:
         mask = np.zeros(len(token_ids), dtype=np.uint8)
         logprobs = np.zeros(len(token_ids), dtype=np.float32)
         owned: list[str] = []
+        owned_tokens: list[int] = []
         versions: list[int] = []
         for answer, covered in reversed(list(self._on_path(leaf))):
             first = self._emitted[answer.segment]
@@ -176,6 +179,7 @@ class _Tree:
                 if start < covered and end > first
             ]
             owned.append(answer.vertex.invocation_id)
+            owned_tokens.append(covered - first)
             self._emitted[answer.segment] = covered
         return DrawnPath(
             leaf_invocation=vertex.invocation_id,
@@ -189,6 +193,7 @@ class _Tree:
             version_min=min(versions),
             version_max=max(versions),
             owned=tuple(owned),
+            owned_tokens=tuple(owned_tokens),
             num_trainable=int(mask.sum()),
         )
 

@@ -19,9 +19,11 @@ from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.dataset import DatasetTask
 from megloom.compute.rollout.protocol import CallAnswer, CallOpened, CallPrompt, EpisodeEvents, FieldReady
 from megloom.compute.rollout.worker import WorkloadHost
-from megloom.compute.simulation.cells import Costs, ModelledEngine, ModelledTrainer
+from megloom.compute.simulation.cells import Costs, ModelledEngine
 from megloom.compute.simulation.gateway import ModelledGateway, Switchboard
+from megloom.compute.simulation.trainers import Fuse, MemoryFiles, ModelledTrainer
 from megloom.compute.trainers.protocol import TrainerPlan
+from megloom.compute.trainers.suspended import StateShelf
 from megloom.compute.workload import Prompt, Workload
 
 
@@ -29,12 +31,14 @@ from megloom.compute.workload import Prompt, Workload
 class Faults:
     """`engine_deaths` kills cells at times; a call hangs with probability `hang_probability`, by its id.
 
-    `trainer_deaths` names the verb, counted over the trainer's first life, in which it is lost.
+    `trainer_deaths` names the verb, counted over all processes of that name, in which one is lost once;
+    `trainer_kills` are times at which the process of that name is killed, if there is one.
     """
 
     engine_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     gateway_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trainer_deaths: Mapping[str, int] = field(default_factory=dict)
+    trainer_kills: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     hang_probability: float = 0.0
     seed: int = 0
 
@@ -151,12 +155,17 @@ class ModelledBackend:
         self._costs, self._faults, self._slots = costs, faults, engine_slots
         self._engines: dict[str, ModelledEngine] = {}
         self._gateways: dict[str, ModelledGateway] = {}
+        self._trainers: dict[str, ModelledTrainer] = {}
+        self._fuses = {name: Fuse(verbs_left=verb) for name, verb in faults.trainer_deaths.items()}
+        self._files = MemoryFiles()
+        self.shelf: StateShelf = self._files
         self._num_tokens = 0
         self._lives: dict[str, int] = {}
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.call_at(time_s, self._kill, cell)
-            for cell, times in [*faults.engine_deaths.items(), *faults.gateway_deaths.items()]
+            for deaths in (faults.engine_deaths, faults.gateway_deaths, faults.trainer_kills)
+            for cell, times in deaths.items()
             for time_s in times
         ]
 
@@ -167,8 +176,12 @@ class ModelledBackend:
 
     async def start_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
         self._lives[name] = self._lives.get(name, 0) + 1
-        dies_at = self._faults.trainer_deaths.get(name) if self._lives[name] == 1 else None
-        return ModelledTrainer(plan, self._costs, dies_at=dies_at)
+        await asyncio.sleep(self._costs.trainer_start_s)
+        trainer = self._trainers[name] = self._make_trainer(name, plan)
+        return trainer
+
+    def _make_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
+        return ModelledTrainer(plan, self._costs, files=self._files, fuse=self._fuses.get(name))
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> ModelledEngine:
         self._lives[name] = self._lives.get(name, 0) + 1
@@ -194,7 +207,7 @@ class ModelledBackend:
         return self._lives.get(name, 0)
 
     async def stop(self, name: str) -> None:
-        if (cell := self._engines.pop(name, None) or self._gateways.pop(name, None)) is not None:
+        if (cell := self._pop(name)) is not None:
             cell.die()
 
     async def close(self) -> None:
@@ -202,10 +215,16 @@ class ModelledBackend:
             timer.cancel()
 
     def _kill(self, cell: str) -> None:
-        if (dying := self._engines.pop(cell, None) or self._gateways.pop(cell, None)) is not None:
+        if (dying := self._pop(cell)) is not None:
             dying.die()
             cause = "killed by the simulation"
             self.exits.put_nowait(CellExit(name=cell, incarnation=self._lives[cell], cause=cause))
+
+    def _pop(self, name: str) -> ModelledEngine | ModelledGateway | ModelledTrainer | None:
+        for cells in (self._engines, self._gateways, self._trainers):
+            if name in cells:
+                return cells.pop(name)
+        return None
 
     def _engine_at(self, placement: Placement) -> ModelledEngine:
         """The engine behind an address. Raises: EngineUnavailable if nothing listens there."""

@@ -1,7 +1,7 @@
-"""Modelled engines and trainers: they take time and tokens as real ones do, and fail when told to.
+"""Modelled engines: they take time and tokens as real ones do, and fail when told to.
 
 The cost model is minimal: a call takes a fixed part plus a part per token, stretched by the load of its
-engine; a gradient takes time per token. All randomness is a function of seeds.
+engine. All randomness is a function of seeds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,6 @@ from megloom.compute.engines.protocol import (
     PauseMode,
     VersionSpan,
 )
-from megloom.compute.trainers.protocol import (
-    GradientReport,
-    MicroBatch,
-    Published,
-    TrainerLost,
-    TrainerPlan,
-    UpdateReport,
-)
 
 VOCABULARY = 128
 CONTEXT_LENGTH = 1 << 16
@@ -47,6 +39,8 @@ class Costs:
     update_s: float = 0.05
     publish_s: float = 0.05
     start_s: float = 1.0
+    trainer_start_s: float = 0.1  # through the fork server
+    state_s: float = 0.05  # a trainer's state to a file, or from one
     message_s: float = 0.001  # between a workload worker and the conductor, one way
 
 
@@ -213,74 +207,3 @@ def _completion(
         version_spans=spans,
         cached_tokens=0,
     )
-
-
-class ModelledTrainer:
-    """A `Trainer` whose weights are a number: the sum of what it was given, so that a lost update shows."""
-
-    def __init__(self, plan: TrainerPlan, costs: Costs, dies_at: int | None = None) -> None:
-        self._plan, self._costs = plan, costs
-        self._verbs_left = dies_at
-        self._taken: list[str] = []
-        self._tokens = 0
-
-    async def create(self, weights_dir: str) -> Published:
-        return self._published(weights_dir, 0)
-
-    async def load(self, *, weights_uri: str, state_path: str | None) -> None:
-        self._taken, self._tokens = [], 0
-
-    async def forward_backward(self, batch: MicroBatch) -> GradientReport:
-        self._live()
-        num_tokens = sum(len(row.token_ids) for row in batch.rows)
-        num_trainable = sum(int(row.loss_mask.sum()) for row in batch.rows)
-        await asyncio.sleep(num_tokens * self._costs.gradient_token_s)
-        self._taken.append(batch.micro_batch_id)
-        self._tokens += num_trainable
-        return GradientReport(
-            micro_batch_id=batch.micro_batch_id,
-            num_rows=len(batch.rows),
-            num_empty_rows=0,
-            num_tokens=num_tokens,
-            num_trainable=num_trainable,
-            loss_sum=0.0,
-            num_clipped=0,
-            max_logprob_gap=0.0,
-            seconds=num_tokens * self._costs.gradient_token_s,
-        )
-
-    async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
-        self._live()
-        await asyncio.sleep(self._costs.update_s)
-        taken, tokens = tuple(self._taken), self._tokens
-        self._taken, self._tokens = [], 0
-        return UpdateReport(
-            grad_norm=tokens * scale,
-            num_trainable=tokens,
-            micro_batch_ids=taken,
-            seconds=self._costs.update_s,
-        )
-
-    async def publish(self, *, weights_dir: str, version: int) -> Published:
-        self._live()
-        await asyncio.sleep(self._costs.publish_s)
-        return self._published(weights_dir, version)
-
-    async def save(self, *, state_path: str) -> None:
-        self._live()
-
-    async def close(self) -> None:
-        return None
-
-    def _live(self) -> None:
-        """Raises: TrainerLost in the verb in which this life ends, and ever after."""
-        if self._verbs_left is None:
-            return
-        self._verbs_left -= 1
-        if self._verbs_left <= 0:
-            self._verbs_left = 1
-            raise TrainerLost(f"trainer of {self._plan.policy} was killed by the simulation")
-
-    def _published(self, weights_dir: str, version: int) -> Published:
-        uri = f"{weights_dir}/v{version:06d}"
-        return Published(uri=uri, version=version, digest=f"{self._plan.policy}@{version}", size_bytes=0)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.simulation.backend import ModelledBackend
-from megloom.compute.simulation.cells import Costs, ModelledTrainer
+from megloom.compute.simulation.cells import Costs
+from megloom.compute.simulation.trainers import ModelledTrainer
 from megloom.compute.state.durable import replace_file
 from megloom.compute.state.weights import MODEL_FILE, put_version, read_manifest, version_dir
 from megloom.compute.trainers.protocol import (
@@ -36,7 +37,9 @@ class FileTrainer(ModelledTrainer):
     async def create(self, weights_dir: str) -> Published:
         return self._put(Path(weights_dir), 0, parent=None)
 
-    async def load(self, *, weights_uri: str, state_path: str | None) -> None:
+    async def load(
+        self, *, weights_uri: str, state_path: str | None, reference_uri: str | None = None
+    ) -> None:
         await super().load(weights_uri=weights_uri, state_path=state_path)
         manifest = read_manifest(Path(weights_uri))
         self._weights, self._gradient = int((Path(weights_uri) / MODEL_FILE).read_text()), 0
@@ -90,5 +93,5 @@ def read_state(path: Path) -> tuple[int, int]:
 class FileBackend(ModelledBackend):
     """Modelled cells with `FileTrainer`s."""
 
-    async def start_trainer(self, name: str, plan: TrainerPlan) -> FileTrainer:
+    def _make_trainer(self, name: str, plan: TrainerPlan) -> FileTrainer:
         return FileTrainer(plan, self._costs)

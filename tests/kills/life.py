@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,9 @@ async def _session(order: Order, paths: RunPaths, wire: Tripwire, tell: Tell) ->
     return session
 
 
-def _discard(paths: RunPaths, policy: str, version: int, state_path: str | None) -> None:
+def _discard(paths: RunPaths, policy: str, version: int, states: Sequence[str]) -> None:
     discard_after(Path(paths.weights(policy)), version)
-    discard_states(Path(paths.states(policy)), keep=state_path)
+    discard_states(Path(paths.states(policy)), keep=states)
 
 
 def line_writer(descriptor: int) -> Tell:

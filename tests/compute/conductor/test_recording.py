@@ -91,7 +91,7 @@ def test_an_unusable_call_is_recorded_unscorable_and_is_no_candidate() -> None:
     vertices = [vertex(0), vertex(1, unusable="its text has a stop word in it")]
     result = scored(outcome(), vertices)
     calls = [r for r in episode_records(ATTEMPT, result, vertices) if isinstance(r, InvocationRecord)]
-    assert [(c.reward, c.reward_status) for c in calls] == [(0.5, "scored"), (None, "unscorable")]
+    assert [(c.reward, c.reward_status) for c in calls] == [(0.5, "inherited"), (None, "unscorable")]
     assert calls[1].failure == "its text has a stop word in it" and calls[1].completion_segment is not None
     episode = Episode(
         episode_id=EPISODE, group_id="g", task_id="t", split="train", purpose="train", step=1, epoch=0,

@@ -16,7 +16,9 @@ def test_each_cell_has_a_lane_and_each_interval_a_bar_of_its_activitys_colour(pa
     intervals = [make.interval("cell-0", float(n), activity=a) for n, a in enumerate(ACTIVITY_COLOURS)]
     picture = parsed(timeline([*intervals, make.interval("cell-1", 2.0)], title="Step 1"))
     assert {"cell-0", "cell-1", "Step 1", "seconds since the step began"} <= set(picture.texts)
-    assert [bar.attrib["fill"] for bar in bars(picture)[:4]] == list(ACTIVITY_COLOURS.values())
+    assert [bar.attrib["fill"] for bar in bars(picture)[: len(ACTIVITY_COLOURS)]] == list(
+        ACTIVITY_COLOURS.values()
+    )
 
 
 def test_bars_begin_and_last_in_proportion_to_their_seconds(parsed: Any, make: Any) -> None:

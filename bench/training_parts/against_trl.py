@@ -1,0 +1,173 @@
+"""Tokens per second of rollout and training together, against TRL's `GRPOTrainer`, in one run.
+
+Both train the same random Qwen3 on the same prompts (32 a step, 8 completions each, up to 64 tokens, the
+same reward, AdamW, one update a step). Megloom runs as it is used: a whole session with its store, lineage
+and checks, one engine and one trainer process of one thread each. TRL runs on all cores of the machine and,
+apart, on one, with the whole batch in one forward pass and in four; the best of these counts. Each runs in
+processes of its own, in turns; generated tokens over the seconds of steps 3 to the last, medians.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+PARTS = Path(__file__).parent
+NUM_STEPS, NUM_WARM, NUM_ROUNDS = 8, 2, 2
+TARGET_RATIO = 1.5
+TIMEOUT_S = 240
+
+
+def trl_figures() -> dict[str, dict[str, Any]]:
+    """vs_trl and vs_trl_4m; reported as not measured where TRL is not installed."""
+    if util.find_spec("trl") is None:
+        return {"vs_trl": {"value": None, "unit": "TRL is not installed: pip install '.[bench]'"}}
+    found: dict[str, dict[str, Any]] = {}
+    for size, name in (("demo", "vs_trl"), ("4m", "vs_trl_4m")):
+        ours, peers = [], dict[str, list[float]]()
+        for _ in range(NUM_ROUNDS):
+            ours.append(_run("megloom", size))
+            for threads, cuts in itertools.product(sorted({1, os.cpu_count() or 1}), (1, 4)):
+                key = f"{threads} threads, {cuts} passes"
+                peers.setdefault(key, []).append(_run("trl", size, threads, cuts))
+        rates = {key: statistics.median(values) for key, values in peers.items()}
+        best = max(rates, key=rates.__getitem__)
+        ratio = statistics.median(ours) / rates[best]
+        target = TARGET_RATIO if size == "demo" else None
+        found[name] = {
+            "value": round(ratio, 2),
+            "unit": f"of TRL's best ({best})",
+            "target": target,
+            "ok": None if target is None else ratio >= target,
+        }
+        found[f"{name}_tokens"] = {
+            "value": round(statistics.median(ours)),
+            "unit": f"tokens/s; TRL {', '.join(f'{key}: {rate:.0f}' for key, rate in rates.items())}",
+            "target": None,
+            "ok": None,
+        }
+    return found
+
+
+def _run(*arguments: Any) -> float:
+    """The rate that a process of its own prints."""
+    environment = {**os.environ, "MEGLOOM_BENCH_MODEL": arguments[1], "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(Path(__file__)), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{arguments}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def rate(ends_s: list[float], tokens: list[int]) -> float:
+    """Tokens per second of the steps after the warm ones; both lists by step."""
+    return sum(tokens[NUM_WARM:]) / (ends_s[-1] - ends_s[NUM_WARM - 1])
+
+
+async def megloom_rate(folder: Path) -> float:
+    from megloom.compute.cluster.local import LocalCluster
+    from megloom.compute.conductor.config import SessionConfig
+    from megloom.compute.conductor.sessions import SessionTable
+
+    cluster = LocalCluster(folder / "logs")
+    table = SessionTable(home=folder, cluster=cluster, epoch=1, wall_time=lambda: "2026-01-01T00:00:00Z")
+    config = SessionConfig(
+        workload="trl_system:workload",
+        run="bench",
+        steps=NUM_STEPS,
+        import_paths=(str(PARTS),),
+    )
+    try:
+        session = await table.start(config)
+        while session.state not in ("finished", "failed", "cancelled"):
+            await session.wait_for_change(after=len(session.reports) - 1, timeout_s=10)
+        if session.failure:
+            raise RuntimeError(session.failure)
+        steps = [report for report in session.reports if report.kind == "train"]
+        return rate([step.finished_s for step in steps], [step.num_completion_tokens for step in steps])
+    finally:
+        await table.close()
+        await cluster.close()
+
+
+def trl_rate(size: str, threads: int, cuts: int, folder: Path) -> float:
+    import torch
+    import trl_system as system
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from megloom.compute.trainers.model import write_model
+
+    torch.set_num_threads(threads)
+    (folder / "model").mkdir()
+    write_model(system.model(size), folder / "model", seed=0, cache_dir=None)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    tokenizer.eos_token, tokenizer.pad_token = system.MODEL.tokenizer.stop, "<pad>"
+    counts: list[int] = []
+    ends: list[float] = []
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        counts.append(sum(map(len, completion_ids)))
+        return [system.noise(text) for text in completions]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    batch = system.TASKS_PER_STEP * system.GROUP_SIZE
+    config = GRPOConfig(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=batch // cuts,
+        gradient_accumulation_steps=cuts,
+        num_generations=system.GROUP_SIZE,
+        max_completion_length=system.MAX_NEW,
+        learning_rate=system.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        temperature=1.0,
+        beta=0.0,
+        max_steps=NUM_STEPS,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"<user>{prompt}<assistant>" for prompt in system.prompts()]}
+        ),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    assert len(ends) == NUM_STEPS and len(counts) == NUM_STEPS, (len(ends), len(counts))
+    return rate(ends, counts)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if sys.argv[1] == "megloom":
+            print(json.dumps(asyncio.run(megloom_rate(Path(folder)))))
+        else:
+            _, _, size, threads, cuts = sys.argv
+            print(json.dumps(trl_rate(size, int(threads), int(cuts), Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

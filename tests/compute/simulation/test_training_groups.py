@@ -1,0 +1,155 @@
+"""Many policies on few trainer cells, in virtual time: slower, the same updates; a seed replays its log."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megloom.compute.algorithms.grpo import Grpo
+from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.simulation.backend import Faults
+from megloom.compute.simulation.cells import Costs
+from megloom.compute.simulation.run import Simulated, simulate
+from megloom.compute.simulation.store import MemoryStore
+from megloom.compute.simulation.team import simulated_team
+from megloom.compute.workload import Agent, Optimizer, Policy, PretrainedModel, Sampling, Trainer, Training
+
+NAMES = tuple(f"p{number}" for number in range(8))
+
+
+async def ask_all(task: Any, team: Any) -> Any:
+    answers = [getattr(team, name)(task.prompt) for name in NAMES]
+    for answer in answers:
+        await answer
+    return answers[0]
+
+
+def run(
+    *,
+    trainers: int | None,
+    replicas: int = 1,
+    faults: Faults | None = None,
+    steps: int = 6,
+    store: MemoryStore | None = None,
+    idle_s: float | None = None,
+    costs: Costs | None = None,
+) -> Simulated:
+    sizes = {"tasks_per_step": 4, "group_size": 2, "micro_batch_groups": 1, "call_timeout_s": 20}
+    policy = Policy(
+        model=PretrainedModel(path="simulated"),
+        algorithm=Grpo(),
+        optimizer=Optimizer(learning_rate=1e-3),
+        trainer=Trainer(replicas=replicas),
+    )
+    workload = replace(
+        simulated_team(Training.parse(sizes)),
+        policies=dict.fromkeys(NAMES, policy),
+        agents={
+            name: Agent(policy=name, prompt=lambda *parts: " ".join(parts), sampling=Sampling(max_tokens=32))
+            for name in NAMES
+        },
+        workflow=ask_all,
+    )
+    config = SessionConfig.parse(
+        {
+            "workload": "simulated.team:workload",
+            "run": "groups",
+            "steps": steps,
+            "lease_s": 1e9,
+            "cells": {"trainers": trainers, "trainer_idle_s": idle_s},
+            "training": {"eval_tasks": 1},
+        }
+    )
+    return simulate(workload, config, faults=faults or Faults(), store=store, costs=costs)
+
+
+def kinds(simulated: Simulated) -> Counter[str]:
+    return Counter(json.loads(line)["kind"] for line in simulated.events)
+
+
+def updates(store: MemoryStore) -> list[Any]:
+    """What every update consumed: times aside, all that the trainers did."""
+    versions = [version for step in store.sealed for version in step.records.get("policy_versions", [])]
+    return sorted((v.policy, v.version, v.num_samples, v.num_trainable, v.grad_norm) for v in versions)
+
+
+@pytest.fixture(scope="module")
+def spacious() -> tuple[Simulated, list[Any]]:
+    """A cell for every policy."""
+    store = MemoryStore(keep_steps=10)
+    return run(trainers=None, store=store), updates(store)
+
+
+def test_eight_policies_on_one_cell_make_the_updates_that_they_make_on_eight(
+    spacious: tuple[Simulated, list[Any]],
+) -> None:
+    store = MemoryStore(keep_steps=10)
+    crowded = run(trainers=1, store=store)
+    assert (crowded.state, crowded.failure) == ("finished", None)
+    assert updates(store) == spacious[1] and crowded.virtual_s > spacious[0].virtual_s
+    assert kinds(crowded)["trainer_offloaded"] >= 8 and kinds(spacious[0])["trainer_offloaded"] == 0
+
+
+def test_never_more_trainers_than_cells(spacious: tuple[Simulated, list[Any]]) -> None:
+    holders: dict[str, str] = {}
+    for line in run(trainers=2).events:
+        event = json.loads(line)
+        if event["kind"] == "trainer_bound":
+            holders[event["cell"]] = event["policy"]
+        assert set(holders) <= {"trainers/0", "trainers/1"}
+    assert set(holders) == {"trainers/0", "trainers/1"}
+
+
+def test_a_steps_timeline_shows_binding_loading_and_offloading() -> None:
+    store = MemoryStore(keep_steps=10)
+    run(trainers=1, store=store)
+    intervals = [i for step in store.sealed for i in step.records.get("cell_intervals", [])]
+    activities = {interval.activity for interval in intervals if interval.role == "train"}
+    assert activities == {"bind", "load", "offload", "gradient", "update", "publish"}
+    assert all(interval.end_s >= interval.start_s for interval in intervals)
+
+
+def test_idle_trainers_leave_and_come_back(spacious: tuple[Simulated, list[Any]]) -> None:
+    store = MemoryStore(keep_steps=10)
+    leaving = run(trainers=None, idle_s=0.01, store=store)
+    assert updates(store) == spacious[1] and kinds(leaving)["trainer_offloaded"] > 8
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 60))]
+)
+def test_random_deaths_of_trainers_cost_time_and_nothing_else(
+    spacious: tuple[Simulated, list[Any]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    kills = {
+        f"trainer/{name}": tuple(sorted(rng.uniform(0, 2 * spacious[0].virtual_s) for _ in range(4)))
+        for name in rng.sample(NAMES, 5)
+    }
+    cells = rng.choice([1, 2, 3, None])
+    faults = Faults(trainer_kills=kills, trainer_deaths={"trainer/p0": rng.randrange(1, 20)})
+    stores = [MemoryStore(keep_steps=10), MemoryStore(keep_steps=10)]
+    first, again = (run(trainers=cells, faults=faults, store=store) for store in stores)
+    assert (first.state, first.failure) == ("finished", None)
+    assert updates(stores[0]) == spacious[1]
+    assert first.events == again.events and kinds(first)["trainer_lost"] >= 1
+
+
+def test_satellites_take_their_share_and_a_dying_one_costs_nothing(
+    spacious: tuple[Simulated, list[Any]],
+) -> None:
+    slow = Costs(gradient_token_s=0.3)
+    stores = [MemoryStore(keep_steps=10) for _ in range(3)]
+    alone = run(trainers=24, store=stores[0], costs=slow)
+    helped = run(trainers=24, replicas=3, store=stores[1], costs=slow)
+    kills = {"trainer/p3.1": tuple(3.0 + 0.7 * number for number in range(40))}
+    faults = Faults(trainer_kills=kills, trainer_deaths={"trainer/p5.1": 2})
+    harmed = run(trainers=24, replicas=3, store=stores[2], costs=slow, faults=faults)
+    assert updates(stores[0]) == updates(stores[1]) == updates(stores[2])
+    assert kinds(helped)["satellite_joined"] > 8 and kinds(harmed)["satellite_lost"] >= 1
+    assert helped.virtual_s < 0.8 * alone.virtual_s
