@@ -37,7 +37,12 @@ def figures_of(parts: Sequence[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         command = [sys.executable, __file__, "--only", part]
-        found |= json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        done = subprocess.run(command, stdout=subprocess.PIPE)  # what it complains of goes to our stderr
+        if done.returncode:
+            failed = {"value": None, "unit": f"exit code {done.returncode}", "target": None, "ok": False}
+            found |= {part: failed}
+        else:
+            found |= json.loads(done.stdout)
     return found
 
 
