@@ -35,6 +35,9 @@ class CellsConfig(dg.Config):
         default=None, description="Idle seconds after which a trainer leaves. Empty: when a place is wanted."
     )
     gateways: int = Field(default=1, description="Gateway processes, where programs call agents over HTTP.")
+    engine_folders: list[str] = Field(
+        default=[], description="Folders that engines load new versions from, in turn. Empty: the store."
+    )
     threads: int = Field(default=1, description="Torch threads of each engine and trainer.")
     device: str = Field(default="cpu", description="Device of engines and trainers.")
 

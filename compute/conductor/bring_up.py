@@ -334,9 +334,14 @@ class BringUp:
         )
 
     async def _restart_trainer(self, policy: str) -> Trainer:
-        """The policy's group, back on the last committed state."""
+        """The policy's group, back on the last committed state.
+
+        A version that the lost trainer had finished goes: the replay makes it again, and where satellites
+        helped its bits are others.
+        """
         assert self.run is not None
-        group = self.run.groups[policy]
+        group, entry = self.run.groups[policy], self.run.ledger.policies[policy]
+        self._around.discard_uncommitted(policy, entry.highest, [*entry.states().values()])
         await load_committed(group, self.run.ledger, policy)
         return group
 

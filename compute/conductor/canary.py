@@ -63,19 +63,29 @@ class Canary:
 
     async def disagreements(self, policy: str, answers: Mapping[str, Answer]) -> dict[str, str]:
         """Which cells' answers are not those of the weights, and how."""
-        tolerance = TOLERANCES.get(self._dtypes.get(policy, ""), TOLERANCES["float32"])
         first = next(iter(answers.values()), None)
         found: dict[str, str] = {}
         for cell, answer in answers.items():
             if (expected := await self._expected(policy, answer)) is not None:
-                gap, of = _gap(answer.logprobs, expected), "the trainer's"
+                complaint = self._complaint(policy, _gap(answer.logprobs, expected), "the trainer's")
             else:
                 assert first is not None
-                num_alike = _common_prefix(answer.token_ids, first.token_ids) + 1
-                gap, of = _gap(answer.logprobs[:num_alike], first.logprobs[:num_alike]), "the first engine's"
-            if not gap <= tolerance:
-                found[cell] = f"canary logprobs are {gap:.3g} from {of}, tolerance {tolerance:g}"
+                complaint = self.difference(policy, answer, first)
+            if complaint is not None:
+                found[cell] = complaint
         return found
+
+    def difference(self, policy: str, answer: Answer, first: Answer) -> str | None:
+        """How an answer is not that of another engine on the same version; None if it is."""
+        num_alike = _common_prefix(answer.token_ids, first.token_ids) + 1
+        gap = _gap(answer.logprobs[:num_alike], first.logprobs[:num_alike])
+        return self._complaint(policy, gap, "the first engine's")
+
+    def _complaint(self, policy: str, gap: float, of: str) -> str | None:
+        tolerance = TOLERANCES.get(self._dtypes.get(policy, ""), TOLERANCES["float32"])
+        if gap <= tolerance:
+            return None
+        return f"canary logprobs are {gap:.3g} from {of}, tolerance {tolerance:g}"
 
     async def _expected(self, policy: str, answer: Answer) -> Sequence[float] | None:
         if self._reference is None:

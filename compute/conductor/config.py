@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from megloom.compute.closed import Closed
 
 Mode = Literal["frozen", "sync"]
+_PLACES = {"trainers", "trainer_idle_s", "engine_folders"}  # of cells: where things are shapes no result
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _WORKLOAD = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -30,6 +31,9 @@ class Cells(Closed):
     )
     gateways: int = Field(
         default=1, ge=1, description="gateway processes, if the workload needs any; an episode stays with one"
+    )
+    engine_folders: tuple[str, ...] = Field(
+        default=(), description="folders that engines load new versions from, in turn (default: the store)"
     )
     threads: int = Field(default=1, ge=1, description="torch threads of each engine and trainer process")
     device: str = Field(default="cpu", description="device of engines and trainers")
@@ -108,7 +112,7 @@ class SessionConfig(Closed):
     def config_hash(self) -> str:
         """Hash of all that shapes the result; name, length, lease, storage and trainer places do not."""
         aside = dict.fromkeys(("run", "steps", "lease_s", "duration_s", "import_paths", "storage"), True)
-        shaping = self.model_dump(exclude={**aside, "cells": {"trainers", "trainer_idle_s"}})
+        shaping = self.model_dump(exclude={**aside, "cells": _PLACES})
         return hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -7,6 +7,7 @@ episode's reward. An outcome counts also where no token of it can be trained: an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,10 @@ from megloom.compute.rollout.samples import DrawnPath, draw_paths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnGroup:
-    """One policy's part of a group. `paths` are (episode, path), `outcome_of` maps a call to its outcome."""
+    """One policy's part of a group. `paths` are (episode, path), `outcome_of` maps a call to its outcome.
+
+    `unscored` are answers whose reward field is there but is no finite number.
+    """
 
     run: str
     step: int
@@ -28,6 +32,7 @@ class DrawnGroup:
     outcomes: tuple[Outcome, ...]
     outcome_of: Mapping[str, str]
     paths: tuple[tuple[str, DrawnPath], ...]
+    unscored: tuple[Candidate, ...] = ()
 
 
 def draw_group(
@@ -46,7 +51,7 @@ def draw_group(
 
     Each episode gives at most `max_paths` paths of its token tree, in which every sampled token is trained
     once. `reward_field` names the user-defined field that stands for the reward: each call has its own. Calls
-    without a reward leave before any statistic.
+    without a reward, or with a field that is no finite number, leave before any statistic.
     """
     calls = [_rewarded(call, reward_field) for call in calls]
     episodes: dict[str, list[Candidate]] = {}
@@ -71,14 +76,27 @@ def draw_group(
         outcomes=tuple(_outcomes(group_id, scored, trained)),
         outcome_of={call.vertex.invocation_id: _key(call) for call in scored},
         paths=tuple(paths),
+        unscored=tuple(call for call in calls if _is_unscored(call, reward_field)),
     )
 
 
 def _rewarded(call: Candidate, reward_field: str | None) -> Candidate:
     if reward_field is None:
         return call
-    field = call.vertex.fields.get(reward_field)
-    return replace(call, reward=float(field.value) if field is not None else None, is_inherited=False)
+    return replace(call, reward=_number(call, reward_field), is_inherited=False)
+
+
+def _is_unscored(call: Candidate, reward_field: str | None) -> bool:
+    is_there = reward_field is not None and reward_field in call.vertex.fields
+    return is_there and call.reward is None and bool(call.vertex.token_ids)
+
+
+def _number(call: Candidate, name: str) -> float | None:
+    """The call's field, None if it is missing or no finite number, such as one with a number per token."""
+    field = call.vertex.fields.get(name)
+    if field is None or not isinstance(field.value, int | float) or not math.isfinite(field.value):
+        return None
+    return float(field.value)
 
 
 def _key(call: Candidate) -> str:

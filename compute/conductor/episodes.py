@@ -120,6 +120,11 @@ class EpisodeDesk:
         """Episodes that a killed session had ended: `run` returns them without running them again."""
         self._restored.update(restored)
 
+    def take_restored(self) -> dict[str, Restored]:
+        """Those that `run` has not returned yet: it forgets them."""
+        restored, self._restored = self._restored, {}
+        return restored
+
     def worker_up(self, name: str, worker: Worker) -> None:
         self._workers[name] = worker
         self._load.setdefault(name, 0)

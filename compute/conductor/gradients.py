@@ -194,7 +194,7 @@ class GradientLane:
     async def _take_gradients(self) -> None:
         """Consumes micro-batches. Waits for complete groups. Woken by `add_group`; ends at `close`."""
         async with asyncio.TaskGroup() as tasks:
-            running: dict[asyncio.Task[bool], Taken] = {}
+            running: dict[asyncio.Task[TrainerLost | None], Taken] = {}
             arriving: asyncio.Task[Taken | None] | None = tasks.create_task(self._inbox.get())
             while arriving is not None or running:
                 has_room = len(running) < self._num_at_once
@@ -204,23 +204,24 @@ class GradientLane:
                     taken = arriving.result()
                     arriving = None if taken is None else tasks.create_task(self._inbox.get())
                     if taken is not None:
-                        running[tasks.create_task(self._is_taken(taken))] = taken
-                if all(task.result() for task in running if task in done):
+                        running[tasks.create_task(self._loss_of(taken))] = taken
+                lost = next((loss for task in running if task in done and (loss := task.result())), None)
+                if lost is None:
                     running = {task: taken for task, taken in running.items() if task not in done}
                 else:  # what is under way is lost too
                     await asyncio.wait(running)
-                    again = [taken for task, taken in running.items() if not task.result()]
+                    again = [taken for task, taken in running.items() if task.result() is not None]
                     running = {}
-                    await self._surviving(lambda again=again: self._take_each(again))  # type: ignore[misc]
+                    await self._surviving(lambda again=again: self._take_each(again), lost=lost)  # type: ignore[misc]
 
-    async def _is_taken(self, taken: Taken) -> bool:
-        """Takes the gradient; False if the trainer was lost."""
+    async def _loss_of(self, taken: Taken) -> TrainerLost | None:
+        """Takes the gradient; the loss if the trainer was lost."""
         try:
             await self._take(taken)
         except TrainerLost as error:
             log.info("policy=%s micro_batch=%s: %s", self._policy, taken.batch.micro_batch_id, error)
-            return False
-        return True
+            return error
+        return None
 
     async def _take_each(self, batches: list[Taken]) -> None:
         for taken in batches:
@@ -260,22 +261,26 @@ class GradientLane:
         self._events.add("trainer_lost", policy=self._policy, cause=str(error)[:200])
         self.trainer = await self._restart(self._policy)
 
-    async def _surviving(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Runs `work`; if the trainer is lost, brings one back, replays the step's gradients, tries again."""
+    async def _surviving(self, work: Callable[[], Awaitable[Any]], *, lost: TrainerLost | None = None) -> Any:
+        """Runs `work`; if the trainer is lost, or was (`lost`), first brings one back and replays the step.
+
+        A replay may lose its trainer too: what it had not taken again is taken by the next one.
+        """
+        behind: dict[int, Taken] = {}  # by position: what was taken once, and a loss undid
         for _ in range(MAX_TRAINER_LOSSES):
             try:
+                if lost is not None:
+                    await self.revive(lost)
+                    for taken in self._step.taken:
+                        if taken.state is SampleState.GRADIENT_TAKEN:
+                            name = taken.batch.micro_batch_id
+                            taken.state = checked_move(name, taken.state, SampleState.READY)
+                            behind[taken.position] = taken
+                    await self._take_each([behind[position] for position in sorted(behind)])
                 return await work()
             except TrainerLost as error:
                 lost = error
-            try:
-                await self.revive(lost)
-                for taken in self._step.taken:
-                    if taken.state is SampleState.GRADIENT_TAKEN:
-                        taken.state = checked_move(taken.batch.micro_batch_id, taken.state, SampleState.READY)
-                        await self._take(taken)
-            except TrainerLost:
-                continue
-        raise TrainerLost(f"trainer of {self._policy} was lost {MAX_TRAINER_LOSSES} times in a row")
+        raise TrainerLost(f"trainer of {self._policy} was lost {MAX_TRAINER_LOSSES} times in a row: {lost}")
 
     def _cell_of(self, report: GradientReport) -> str:
         return self.cell if report.replica == 0 else f"{self.cell}.{report.replica}"

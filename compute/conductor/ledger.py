@@ -118,7 +118,8 @@ class Ledger:
     def rolled_back(self, policy: str, to: Published, *, parent_version: int | None) -> Ledger:
         """The ledger with `policy` on an older version, with that version's trainer state if one is kept.
 
-        It takes a step's number, so that it is sealed in order with the others.
+        It takes a step's number, so that it is sealed in order with the others. What the policy's algorithm
+        carries belongs to the line that is left, and is kept of no version: it begins anew.
         Raises: ValueError if the policy stands on that version, or never had it.
         """
         old = self.policies[policy]
@@ -136,7 +137,12 @@ class Ledger:
             max_version=old.highest,
             old_states=_newest_first(states),
         )
-        return replace(self, next_step=self.next_step + 1, policies={**self.policies, policy: back})
+        return replace(
+            self,
+            next_step=self.next_step + 1,
+            policies={**self.policies, policy: back},
+            algorithm_states={name: own for name, own in self.algorithm_states.items() if name != policy},
+        )
 
     def keeping(self, keep_states: int, pinned: Mapping[str, Collection[int]]) -> tuple[Ledger, list[str]]:
         """The ledger with the newest `keep_states` trainer states of each policy, its own among them, and

@@ -5,6 +5,8 @@
 2. Switch: no call starts any more; every engine pauses, loads, says its version and answers the canary; then
    traffic returns. An engine that fails here is fenced (no traffic) and started anew on the new version.
 
+An engine that is started anew, then or later, answers the canary of its version before it has traffic.
+
 Traffic never meets a mix: no engine returns before all of the policy have stopped or are fenced.
 """
 
@@ -66,6 +68,7 @@ class Publisher:
     ) -> None:
         self._dispatcher, self._fence, self._events = dispatcher, fence, events
         self.serving = dict(serving)
+        self._answers: dict[str, tuple[int, Answer]] = {}  # the served version, and an answer that was right
         self.stager, self.canary = stager, canary
 
     async def publish(self, policy: str, published: Published) -> None:
@@ -90,6 +93,8 @@ class Publisher:
                     answers[cell] = outcome
             if self.canary is not None:
                 failed |= await self.canary.disagreements(policy, answers)
+            if (right := next((cell for cell in answers if cell not in failed), None)) is not None:
+                self._answers[policy] = published.version, answers[right]
             for cell, cause in failed.items():
                 self._dispatcher.engine_down(cell, cause)
         finally:
@@ -99,6 +104,22 @@ class Publisher:
                 cause = f"publish of version {published.version} failed: {cause}"
                 tasks.create_task(_awaited(self._fence(cell, cause)), name=f"fence:{cell}")
         self._events.add("published", policy=policy, version=published.version, engines=len(engines))
+
+    async def check(self, policy: str, cell: str, engine: Engine) -> None:
+        """Asks the canary of an engine that was started, if an answer of the served version is known.
+
+        Raises: EngineError if its answer is another, or there is none.
+        """
+        version, first = self._answers.get(policy, (None, None))
+        if self.canary is None or first is None or version != self.serving[policy].version:
+            return
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                answer = await self.canary.ask(cell, engine, await engine.info())
+        except TimeoutError:
+            raise EngineError(f"{cell}: no canary within {LOAD_TIMEOUT_S:g} s") from None
+        if (complaint := self.canary.difference(policy, answer, first)) is not None:
+            raise EngineError(f"{cell}: version {version}: {complaint}")
 
     async def _stage_everywhere(self, policy: str, published: Published) -> dict[str, str]:
         """What each cell's engine is to load. Raises: PublishAborted."""

@@ -30,7 +30,8 @@ class AgentReport:
 class PolicyReport:
     """One policy in one step. `version` is what the step left behind; `trained` is False without samples.
 
-    `dropped` counts the samples that carried no gradient, by cause.
+    `dropped` counts the samples that carried no gradient, by cause. `rates` are the trainer's own metrics per
+    token, such as "kl" and "value_loss" (`trainers.protocol.GradientReport.sums`).
     """
 
     trained: bool
@@ -46,6 +47,7 @@ class PolicyReport:
     max_logprob_gap: float | None
     max_off_policy_steps: int
     dropped: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, Rate] = field(default_factory=dict)
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -117,7 +119,10 @@ class StepReport:
                     name: AgentReport(**{**agent, "reward": tuple(agent["reward"]), "rates": _rates(agent)})
                     for name, agent in data["agents"].items()
                 },
-                "policies": {name: PolicyReport(**policy) for name, policy in data["policies"].items()},
+                "policies": {
+                    name: PolicyReport(**{**policy, "rates": _rates(policy)})
+                    for name, policy in data["policies"].items()
+                },
                 "checks": [CheckReport(**check) for check in data["checks"]],
                 "evaluation": evaluation
                 and EvaluationReport(
@@ -128,7 +133,7 @@ class StepReport:
 
 
 def _rates(data: dict[str, Any]) -> dict[str, Rate]:
-    return {name: (pair[0], pair[1]) for name, pair in data["rates"].items()}
+    return {name: (pair[0], pair[1]) for name, pair in data.get("rates", {}).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from megloom.compute.conductor.loading import load_committed
 from megloom.compute.conductor.reports import CheckReport, PolicyReport, StepReport
 from megloom.compute.conductor.run import Run
 from megloom.compute.conductor.snapshot import Snapshot
+from megloom.compute.graph.records import TABLE_OF, record_key
 from megloom.compute.store.step_store import StepStore
 from megloom.compute.trainers.protocol import Published, TrainerLost
 
@@ -41,7 +42,8 @@ class RolledBack:
 async def roll_back(run: Run, keeper: VersionKeeper, last: Snapshot, policy: str, version: int) -> RolledBack:
     """Rolls a running session's policy back, between two of its steps: trainer, engines, then the seal.
 
-    `last` is the newest sealed snapshot. A kill before the seal leaves the run where it was.
+    `last` is the newest sealed snapshot. A kill before the seal leaves the run where it was. If the session
+    has just begun, what it was to go on with in its open step is dropped, as for a stopped run.
     Raises: ValueError, UnknownVersion, PublishAborted; TrainerError.
     """
     to, ledger = await _target(keeper, run.ledger, policy, version)
@@ -54,8 +56,9 @@ async def roll_back(run: Run, keeper: VersionKeeper, last: Snapshot, policy: str
         await lane.revive(error)
         await load_committed(lane.trainer, ledger, policy)
     await run.publisher.publish(policy, to)
+    await _drop_restored(run)
     done = _done(run.name, run.ledger, ledger, policy)
-    report = rollback_report(last.report, ledger, done, at_s=run.clock(), wall_time=run.wall_time())
+    report = rollback_report(last, ledger, done, at_s=run.clock(), wall_time=run.wall_time())
     await run.store.seal(run.name, done.step, replace(last, ledger=ledger, report=report).to_json())
     run.ledger = ledger
     run.events.add("rollback", policy=policy, from_version=done.from_version, version=version)
@@ -83,18 +86,23 @@ async def roll_back_stopped(
     last = Snapshot.from_json(manifest.snapshot)
     _, ledger = await _target(keeper, last.ledger, policy, version)
     done = _done(run, last.ledger, ledger, policy)
-    report = rollback_report(last.report, ledger, done, at_s=last.report.finished_s, wall_time=wall_time())
+    report = rollback_report(last, ledger, done, at_s=last.report.finished_s, wall_time=wall_time())
     await store.keep_unsealed([])
     await store.seal(run, done.step, replace(last, ledger=ledger, report=report).to_json())
     return done
 
 
 def rollback_report(
-    last: StepReport, ledger: Ledger, done: RolledBack, *, at_s: float, wall_time: str
+    before: Snapshot, ledger: Ledger, done: RolledBack, *, at_s: float, wall_time: str
 ) -> StepReport:
     """The report of a rollback: nothing sampled, nothing trained, a policy on another version."""
     state = "its optimizer state" if done.with_state else "fresh moments: no state of that version is kept"
     detail = f"{done.policy}: version {done.from_version} to {done.version}, with {state}"
+    if left := before.ledger.algorithm_states.get(done.policy):
+        detail += (
+            f"; its algorithm begins anew ({', '.join(sorted(left))} belonged to the line that was left)"
+        )
+    last = before.report
     return replace(
         last,
         step=done.step,
@@ -121,6 +129,20 @@ def rollback_report(
         meg_uri=last.meg_uri.rpartition("=")[0] + f"={done.step:06d}",
         wall_time=wall_time,
     )
+
+
+async def _drop_restored(run: Run) -> None:
+    """Else the rollback's seal would hold episodes of a step that it is not, sampled by the version left."""
+    episodes = run.desk.take_restored().values()
+    doomed = {_key(record) for episode in episodes for record in episode.records}
+    if doomed:
+        kept = [record for record in await run.store.unsealed() if _key(record) not in doomed]
+        num_dropped = await run.store.keep_unsealed(kept)
+        run.events.add("restored_dropped", episodes=len(episodes), dropped_records=num_dropped)
+
+
+def _key(record: Any) -> tuple[str, str]:
+    return TABLE_OF[type(record)], record_key(record)
 
 
 async def _target(

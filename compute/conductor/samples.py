@@ -30,6 +30,7 @@ from megloom.compute.trainers.protocol import TrainingRow
 SMALL_GROUP = "small_group"
 CONSTANT_GROUP = "constant_group"
 NO_ADVANTAGE = "no_advantage"
+NO_REWARD = "no_reward"  # its reward field is no number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +72,14 @@ def samples_of(
 
     A path whose calls were scored apart has an advantage for each token, and the mean of these in its record.
     One without an advantage is dropped, and says why, unless another term of the loss gives it a gradient.
+    An answer whose reward field is no number is dropped in any case.
     """
     causes = _causes(drawn.outcomes, algorithm.smallest_group)
-    return [
+    drawn_samples = [
         _sample(drawn, episode_id, path, advantages, None if algorithm.trains_without_advantage else causes)
         for episode_id, path in drawn.paths
     ]
+    return [*drawn_samples, *(_unscored(drawn, call) for call in drawn.unscored)]
 
 
 def _causes(outcomes: Sequence[Outcome], smallest_group: int) -> dict[str, str]:
@@ -142,6 +145,34 @@ def _sample(
         else {"advantages": spread(path.loss_mask, np.repeat(own, path.owned_tokens))},
     )
     return Sample(record=record, row=row)
+
+
+def _unscored(drawn: DrawnGroup, call: Candidate) -> Sample:
+    """An answer that is not in the tree of its episode: it is a path of its own that nobody trains on."""
+    vertex = call.vertex
+    record = SampleRecord(
+        sample_id=f"{vertex.invocation_id}-s",
+        run=drawn.run,
+        step=drawn.step,
+        kind=SampleKind.ROLLOUT.value,
+        policy=drawn.policy,
+        agent=vertex.agent,
+        group_id=drawn.group_id,
+        episode_id=vertex.episode_id,
+        invocation_id=vertex.invocation_id,
+        invocation_ids=[vertex.invocation_id],
+        task_id=drawn.task_id,
+        leaf_segment=completion_segment_id(vertex.invocation_id),
+        num_tokens=len(vertex.prompt_ids or ()) + len(vertex.token_ids),
+        num_trainable=0,
+        reward=None,
+        advantage=0.0,
+        version_min=call.version_min,
+        version_max=max((version for version, _, _ in vertex.version_spans), default=None),
+        micro_batch_id=None,
+        state=SampleState.DROPPED.value,
+    )
+    return Sample(record=record, row=None, cause=NO_REWARD)
 
 
 def spread(

@@ -141,7 +141,11 @@ class SessionTable:
                 write_events=write_events,
                 discard_uncommitted=discard_uncommitted,
                 discard_state=lambda path: Path(path).unlink(missing_ok=True),
-                versions=local_services(paths.weights, files),
+                versions=local_services(
+                    paths.weights,
+                    files,
+                    engine_folders=[Path(folder) / config.run for folder in config.cells.engine_folders],
+                ),
             )
             self._sessions[config.run] = session
             ready.set_result(session)

@@ -1,8 +1,9 @@
 """Brings a version's files to the nodes of its engines, while those still serve the old one.
 
-Phase one of a publish. On the machine of the trainer that is a check of the digest (and, for a delta of which
-the trainer left no whole copy, one rebuild); to another node the files go in chunks, and a try that failed is
-continued where it stopped. Nothing that an engine serves changes here.
+Phase one of a publish. Where engines load from the trainer's disk that is a check of the digest (and, for a
+delta of which the trainer left no whole copy, one rebuild); where they load from folders of their own
+(`cells.engine_folders`) the files go there in chunks, and a try that failed is continued where it stopped.
+Nothing that an engine serves changes here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -43,15 +44,17 @@ class LocalStager:
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
         self._locks: dict[str, asyncio.Lock] = {}  # by policy folder: the first cell checks, others wait
-        self._staged: dict[str, tuple[str, str]] = {}  # policy folder → digest and folder of its last publish
+        self._staged: dict[
+            str, tuple[Published, str]
+        ] = {}  # policy folder → its last publish, and the folder
 
     async def stage(self, cell: str, published: Published) -> str:
         policy = str(Path(published.uri).parent)
         async with self._locks.setdefault(policy, asyncio.Lock()):
-            digest, folder = self._staged.get(policy, ("", ""))
-            if digest != published.digest:
+            last, folder = self._staged.get(policy, (None, ""))
+            if last != published:  # the digest alone is not enough: another version may have the same weights
                 folder = await self._offload.run(_whole_folder, cell, published.uri, published.digest)
-                self._staged[policy] = published.digest, folder
+                self._staged[policy] = published, folder
             return folder
 
 
@@ -75,16 +78,17 @@ class ChunkStager:
     """Sends a version's whole folder to the node of each cell, once per node."""
 
     def __init__(
-        self, *, nodes: Mapping[str, Node], offload: Offload, chunk_bytes: int = CHUNK_BYTES
+        self, *, node_of: Callable[[str], Node], offload: Offload, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self._nodes, self._offload, self._chunk_bytes = nodes, offload, chunk_bytes
+        self._node_of, self._offload, self._chunk_bytes = node_of, offload, chunk_bytes
         self._locks: dict[int, asyncio.Lock] = {}
 
     async def stage(self, cell: str, published: Published) -> str:
-        node = self._nodes[cell]
+        node = self._node_of(cell)
         async with self._locks.setdefault(id(node), asyncio.Lock()):
             source = Path(await self._offload.run(_whole_folder, cell, published.uri, published.digest))
-            name = f"{source.parent.name}-{published.version:06d}-{published.digest[:16]}"
+            policy = Path(published.uri).parent.name  # a rebuilt delta lies elsewhere
+            name = f"{policy}-{published.version:06d}-{published.digest[:16]}"
             try:
                 for path, size_bytes in await self._offload.run(_listing, source):
                     await self._send(node, name, path, size_bytes)
@@ -103,10 +107,11 @@ class ChunkStager:
 
 
 class FolderNode:
-    """A node whose disk is a folder here."""
+    """A node whose disk is a folder here, such as a mounted one; it keeps a policy's last two versions."""
 
     def __init__(self, root: Path, offload: Offload) -> None:
         self._root, self._offload = root, offload
+        self._last: dict[str, str] = {}  # policy → what it finished last
 
     async def received(self, name: str, file: str) -> int:
         path = self._root / name / file
@@ -121,7 +126,20 @@ class FolderNode:
         if found != digest:
             shutil.rmtree(folder)
             raise StagingError(f"{folder}: weights have digest {found}, expected {digest}")
+        policy = _policy_of(name)
+        if (last := self._last.get(policy)) != name:
+            await self._offload.run(self._remove_others, policy, {name, last})
+            self._last[policy] = name
         return str(folder)
+
+    def _remove_others(self, policy: str, kept: set[str | None]) -> None:
+        for folder in self._root.iterdir():
+            if folder.name not in kept and _policy_of(folder.name) == policy:
+                shutil.rmtree(folder)
+
+
+def _policy_of(name: str) -> str:
+    return name.rsplit("-", 2)[0]  # a policy's own name may have the sign too
 
 
 def _whole_folder(cell: str, uri: str, digest: str) -> str:

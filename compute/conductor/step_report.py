@@ -15,6 +15,7 @@ from megloom.compute.conductor.reports import (
     CheckReport,
     EvaluationReport,
     PolicyReport,
+    Rate,
     StepReport,
 )
 from megloom.compute.conductor.run import Run
@@ -185,6 +186,15 @@ def _dropped(work: LaneStep) -> dict[str, int]:
     return dict(sorted(Counter(sample.cause or "unknown" for sample in work.dropped).items()))
 
 
+def trainer_rates(work: LaneStep) -> dict[str, Rate]:
+    """The trainer's own metrics over the step's micro-batches, as (sum, count of tokens)."""
+    rates: dict[str, Rate] = {}
+    for name, (value, count) in (pair for t in work.taken if t.report for pair in t.report.sums.items()):
+        total, counted = rates.get(name, (0.0, 0))
+        rates[name] = (total + value, counted + count)
+    return rates
+
+
 def _policy(run: Run, policy: str, work: LaneStep | None, published: Published | None) -> PolicyReport:
     committed = run.ledger.policies[policy]
     batches = work.taken if work else []
@@ -203,6 +213,7 @@ def _policy(run: Run, policy: str, work: LaneStep | None, published: Published |
         max_logprob_gap=max(gaps, default=None),
         max_off_policy_steps=_largest_lag(work, committed.version) if work else 0,
         dropped=_dropped(work) if work else {},
+        rates=trainer_rates(work) if work else {},
         micro_batches=[
             {
                 "micro_batch": taken.batch.micro_batch_id,

@@ -124,6 +124,8 @@ class Supervisor:
                 cell, policy=policy, uri=serving.uri, version=serving.version
             )
             if serving == self._run.publisher.serving[policy]:
+                await self._run.publisher.check(policy, cell, engine)
+            if serving == self._run.publisher.serving[policy]:
                 break
             await self._backend.stop(cell)  # a newer version was published while it started
         self._run.dispatcher.engine_up(cell, engine)

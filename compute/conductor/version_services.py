@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megloom.compute.conductor.canary import Answer, Canary, trainer_logprobs
 from megloom.compute.conductor.keeping import FileKeeper, VersionKeeper
 from megloom.compute.conductor.run import Run
-from megloom.compute.conductor.stager import LocalStager, Stager
+from megloom.compute.conductor.stager import ChunkStager, FolderNode, LocalStager, Stager
 from megloom.compute.store.offload import Offload
 from megloom.compute.trainers.lifecycle import GroupLife
 from megloom.compute.trainers.protocol import TrainerError
@@ -22,9 +23,20 @@ class VersionServices:
     stager: Stager
 
 
-def local_services(weights: Callable[[str], str], offload: Offload) -> VersionServices:
-    """Those of one machine; `weights` gives a policy's folder."""
-    return VersionServices(keeper=FileKeeper(weights, offload), stager=LocalStager(offload))
+def local_services(
+    weights: Callable[[str], str], offload: Offload, *, engine_folders: Sequence[Path] = ()
+) -> VersionServices:
+    """Those of one machine; `weights` gives a policy's folder.
+
+    A policy's engines load from `engine_folders` in turn, if there are any, else from there too.
+    """
+    stager: Stager = LocalStager(offload)
+    if engine_folders:
+        nodes = [FolderNode(folder.absolute(), offload) for folder in engine_folders]
+        stager = ChunkStager(
+            node_of=lambda cell: nodes[int(cell.rpartition("/")[2]) % len(nodes)], offload=offload
+        )
+    return VersionServices(keeper=FileKeeper(weights, offload), stager=stager)
 
 
 def serve_versions(run: Run, services: VersionServices) -> None:

@@ -80,16 +80,6 @@ def draw_paths(
     return drawn
 
 
-def path_weights(paths: Sequence[DrawnPath]) -> list[float]:
-    """Each path's share of its episode's trainable tokens: all paths of one episode sum to 1.
-
-    The mean over episodes of the mean over an episode's tokens is Σ over paths of weight × (mean over the
-    path's own tokens), divided by the number of episodes; a token weighs weight / num_trainable.
-    """
-    total = sum(path.num_trainable for path in paths)
-    return [path.num_trainable / total for path in paths]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
     """A trainable answer in the tree: `start` is where it begins on its path, `rank` that of its class."""

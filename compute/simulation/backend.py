@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megloom.compute.cluster.protocol import ClusterError
 from megloom.compute.conductor.backend import CellExit
 from megloom.compute.engines.protocol import EngineUnavailable, GenerateRequest
 from megloom.compute.gateway.protocol import CallDesk, Placement
@@ -32,13 +33,15 @@ class Faults:
     """`engine_deaths` kills cells at times; a call hangs with probability `hang_probability`, by its id.
 
     `trainer_deaths` names the verb, counted over all processes of that name, in which one is lost once;
-    `trainer_kills` are times at which the process of that name is killed, if there is one.
+    `trainer_kills` are times at which the process of that name is killed, if there is one;
+    `trainer_no_starts` are those starts of that name, counted from 1, that fail.
     """
 
     engine_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     gateway_deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trainer_deaths: Mapping[str, int] = field(default_factory=dict)
     trainer_kills: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    trainer_no_starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     hang_probability: float = 0.0
     seed: int = 0
 
@@ -157,8 +160,8 @@ class ModelledBackend:
         self._gateways: dict[str, ModelledGateway] = {}
         self._trainers: dict[str, ModelledTrainer] = {}
         self._fuses = {name: Fuse(verbs_left=verb) for name, verb in faults.trainer_deaths.items()}
-        self._files = MemoryFiles()
-        self.shelf: StateShelf = self._files
+        self.files = MemoryFiles()
+        self.shelf: StateShelf = self.files
         self._num_tokens = 0
         self._lives: dict[str, int] = {}
         loop = asyncio.get_running_loop()
@@ -177,11 +180,13 @@ class ModelledBackend:
     async def start_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
         self._lives[name] = self._lives.get(name, 0) + 1
         await asyncio.sleep(self._costs.trainer_start_s)
+        if self._lives[name] in self._faults.trainer_no_starts.get(name, ()):
+            raise ClusterError(f"{name}: start {self._lives[name]} fails in the simulation")
         trainer = self._trainers[name] = self._make_trainer(name, plan)
         return trainer
 
     def _make_trainer(self, name: str, plan: TrainerPlan) -> ModelledTrainer:
-        return ModelledTrainer(plan, self._costs, files=self._files, fuse=self._fuses.get(name))
+        return ModelledTrainer(plan, self._costs, files=self.files, fuse=self._fuses.get(name))
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> ModelledEngine:
         self._lives[name] = self._lives.get(name, 0) + 1

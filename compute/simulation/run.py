@@ -45,22 +45,26 @@ def simulate(
 
     async def main() -> Simulated:
         events: list[str] = []
+        paths = RunPaths(home=Path("simulated"), run=config.run)
+        backend = ModelledBackend(
+            workload,
+            num_tasks=num_tasks,
+            costs=costs or Costs(),
+            faults=faults or Faults(),
+            engine_slots=config.cells.engine_slots,
+            switchboard=switchboard,
+        )
         session = Session(
             config=config,
-            backend=ModelledBackend(
-                workload,
-                num_tasks=num_tasks,
-                costs=costs or Costs(),
-                faults=faults or Faults(),
-                engine_slots=config.cells.engine_slots,
-                switchboard=switchboard,
-            ),
+            backend=backend,
             store=store or MemoryStore(),
-            paths=RunPaths(home=Path("simulated"), run=config.run),
+            paths=paths,
             epoch=1,
             wall_time=lambda: "simulated",
             write_events=events.extend,
-            discard_uncommitted=lambda policy, version, state_path: None,
+            discard_uncommitted=lambda policy, version, states: backend.files.discard_after(
+                paths.weights(policy), version
+            ),
             discard_state=lambda path: None,
         )
         await session.run()

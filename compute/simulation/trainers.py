@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megloom.compute.graph.seeds import content_hash
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.trainers.protocol import (
     ForwardReport,
@@ -25,13 +26,21 @@ from megloom.compute.trainers.protocol import (
 
 @dataclass(kw_only=True, slots=True)
 class Accumulation:
-    """What a trainer's sums hold: the micro-batches, and how many trainable tokens. A lost one shows."""
+    """What a trainer's sums hold: the micro-batches, and how many trainable tokens. A lost one shows.
+
+    `applied` are those that updates consumed since the last publish, in their order.
+    """
 
     micro_batch_ids: list[str] = field(default_factory=list)
     num_trainable: int = 0
+    applied: list[str] = field(default_factory=list)
 
     def copy(self) -> Accumulation:
-        return Accumulation(micro_batch_ids=list(self.micro_batch_ids), num_trainable=self.num_trainable)
+        return Accumulation(
+            micro_batch_ids=list(self.micro_batch_ids),
+            num_trainable=self.num_trainable,
+            applied=list(self.applied),
+        )
 
     def add(self, other: Accumulation) -> None:
         """Raises: TrainerError for a micro-batch that is counted already."""
@@ -43,10 +52,11 @@ class Accumulation:
 
 
 class MemoryFiles:
-    """The files of modelled trainers, and the shelf of suspended ones."""
+    """The files of modelled trainers, and the shelf of suspended ones. `versions` are digests by address."""
 
     def __init__(self) -> None:
         self.states: dict[str, Accumulation] = {}
+        self.versions: dict[str, str] = {}
         self._numbers = itertools.count()
 
     async def draft(self, policy: str) -> str:
@@ -66,6 +76,15 @@ class MemoryFiles:
     async def drop_draft(self, draft: str) -> None:
         self.states.pop(draft, None)
 
+    async def pass_over(self, policy: str, draft: str) -> bool:
+        return False
+
+    def discard_after(self, weights_dir: str, version: int) -> None:
+        """Removes the versions above `version` of a policy's folder."""
+        for uri in [uri for uri in self.versions if uri.startswith(f"{weights_dir}/v")]:
+            if int(uri.rpartition("/v")[2]) > version:
+                del self.versions[uri]
+
 
 @dataclass(kw_only=True, slots=True)
 class Fuse:
@@ -75,7 +94,10 @@ class Fuse:
 
 
 class ModelledTrainer:
-    """A `Trainer` whose gradient is a count of tokens: an update that misses some shows in its norm."""
+    """A `Trainer` whose gradient is a count of tokens: an update that misses some shows in its norm.
+
+    The digest of a version tells the order in which its micro-batches were summed, as float sums do.
+    """
 
     def __init__(
         self,
@@ -91,7 +113,7 @@ class ModelledTrainer:
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def create(self, weights_dir: str) -> Published:
-        return self._published(weights_dir, 0)
+        return self._published(weights_dir, 0, f"{self._plan.policy}@0")
 
     async def load(
         self, *, weights_uri: str, state_path: str | None, reference_uri: str | None = None
@@ -125,7 +147,7 @@ class ModelledTrainer:
 
     async def export_gradients(self, *, path: str) -> GradientSums:
         await self._spend(self._costs.state_s)
-        sums, self._sums = self._sums, Accumulation()
+        sums, self._sums = self._sums, Accumulation(applied=self._sums.applied)
         self._files.states[path] = sums
         ids = tuple(sums.micro_batch_ids)
         return GradientSums(path=path, micro_batch_ids=ids, num_trainable=sums.num_trainable)
@@ -137,7 +159,8 @@ class ModelledTrainer:
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
         self._burn()
         await self._spend(self._costs.update_s)
-        sums, self._sums = self._sums, Accumulation()
+        sums = self._sums
+        self._sums = Accumulation(applied=[*sums.applied, *sums.micro_batch_ids])
         return UpdateReport(
             grad_norm=sums.num_trainable * scale,
             num_trainable=sums.num_trainable,
@@ -148,7 +171,8 @@ class ModelledTrainer:
     async def publish(self, *, weights_dir: str, version: int) -> Published:
         self._burn()
         await self._spend(self._costs.publish_s)
-        return self._published(weights_dir, version)
+        applied, self._sums.applied = self._sums.applied, []
+        return self._published(weights_dir, version, content_hash([self._plan.policy, version, applied]))
 
     async def save(self, *, state_path: str) -> None:
         self._burn()
@@ -175,6 +199,9 @@ class ModelledTrainer:
         if done:
             raise TrainerLost(f"trainer of {self._plan.policy} was killed by the simulation")
 
-    def _published(self, weights_dir: str, version: int) -> Published:
+    def _published(self, weights_dir: str, version: int, digest: str) -> Published:
+        """Raises: TrainerError for a version that is there with another digest."""
         uri = f"{weights_dir}/v{version:06d}"
-        return Published(uri=uri, version=version, digest=f"{self._plan.policy}@{version}", size_bytes=0)
+        if (there := self._files.versions.setdefault(uri, digest)) != digest:
+            raise TrainerError(f"{uri} is complete with digest {there}, refused to replace it by {digest}")
+        return Published(uri=uri, version=version, digest=digest, size_bytes=0)

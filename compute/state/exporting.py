@@ -38,4 +38,4 @@ def export_version(version: Path, out: Path, *, dtype: str | None = None) -> int
         raise WeightsError(f"{out} was not written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return sum(path.stat().st_size for path in out.iterdir())
+    return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -174,7 +174,9 @@ def _building(source: Path, manifest: WeightManifest, target: Path) -> Iterator[
     try:
         yield staging
         for path in source.iterdir():
-            if path.name not in (MODEL_FILE, DELTA_FILE, MANIFEST_FILE, DONE_FILE):
+            if path.is_dir():  # an adapter
+                shutil.copytree(path, staging / path.name)
+            elif path.name not in (MODEL_FILE, DELTA_FILE, MANIFEST_FILE, DONE_FILE):
                 shutil.copy(path, staging / path.name)
         whole = replace(manifest, base_version=None, base_digest=None, stored_bytes=manifest.size_bytes)
         (staging / MANIFEST_FILE).write_text(json.dumps(asdict(whole), indent=1))
@@ -231,5 +233,5 @@ def _staged(scratch: Path) -> Iterator[tuple[float, int, Path]]:
     """The complete folders: when last used, size in bytes, path."""
     for done in scratch.glob(f"*/{DONE_FILE}"):
         with suppress(FileNotFoundError):  # it is going
-            size_bytes = sum(path.stat().st_size for path in done.parent.iterdir())
+            size_bytes = sum(path.stat().st_size for path in done.parent.rglob("*"))
             yield done.stat().st_mtime, size_bytes, done.parent

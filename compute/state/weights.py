@@ -123,6 +123,8 @@ def put_version(
 def repair_version(target: Path, write: Callable[[Path], None]) -> WeightManifest:
     """Writes a corrupt version again, whole, from a trainer that still holds its weights.
 
+    File by file into the folder, which stays complete: killed in between, the version is as damaged as before
+    or mended, and a repair may begin again.
     Raises: WeightsError if what `write` makes (cast as the version was) has not the digest that the version's
     manifest names; FileNotFoundError if there is no complete version.
     """
@@ -135,8 +137,7 @@ def repair_version(target: Path, write: Callable[[Path], None]) -> WeightManifes
             made = _whole_manifest(staging, kept.policy, kept.version, kept.parent_version)
         if made.digest != kept.digest:
             raise WeightsError(f"{target}: not repaired: digest {made.digest}, expected {kept.digest}")
-        (target / DONE_FILE).unlink()
-        _move(staging, target, made)
+        _mend(staging, target, made)
     return made
 
 
@@ -213,9 +214,12 @@ def delete_version(folder: Path, version: int) -> None:
 
 
 def discard_states(folder: Path, *, keep: str | Iterable[str] | None) -> list[str]:
-    """Deletes a policy's trainer states but those at paths `keep`, and killed writers'; their names."""
-    kept = {keep} if isinstance(keep, str) else set(keep or ())
-    doomed = sorted(path for path in folder.glob("*") if str(path) not in kept) if folder.is_dir() else []
+    """Deletes a policy's trainer states but those that `keep` names, and killed writers'; their names.
+
+    Only the file names of `keep` count: its paths may be those of before the home was moved.
+    """
+    kept = {Path(path).name for path in ([keep] if isinstance(keep, str) else keep or ())}
+    doomed = sorted(path for path in folder.glob("*") if path.name not in kept) if folder.is_dir() else []
     doomed += sorted(folder.glob(".s*.tmp"))
     for path in dict.fromkeys(doomed):
         path.unlink(missing_ok=True)
@@ -254,12 +258,24 @@ def _staging(target: Path) -> Iterator[Path]:
 
 def _move(staging: Path, target: Path, manifest: WeightManifest) -> None:
     (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
-    for path in (*staging.iterdir(), staging):
+    for path in (*staging.rglob("*"), staging):  # an adapter lies in a folder of its own
         sync(path)
     shutil.rmtree(target, ignore_errors=True)
     staging.rename(target)
     sync(target.parent)
     replace_file(target / DONE_FILE, lambda path: path.write_text(manifest.digest))
+
+
+def _mend(staging: Path, target: Path, manifest: WeightManifest) -> None:
+    """Moves the staged files over those of a complete version; the new weights count with the manifest."""
+    for path in [path for path in staging.rglob("*") if path.is_file()]:
+        sync(path)
+        place = target / path.relative_to(staging)
+        place.parent.mkdir(exist_ok=True)
+        path.replace(place)
+        sync(place.parent)
+    replace_file(target / MANIFEST_FILE, lambda path: path.write_text(json.dumps(asdict(manifest), indent=1)))
+    (target / DELTA_FILE).unlink(missing_ok=True)
 
 
 def _whole_manifest(staging: Path, policy: str, version: int, parent_version: int | None) -> WeightManifest:

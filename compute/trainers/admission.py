@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megloom.compute.trainers.objective import IMITATION, POLICY_GRADIENT, check_columns
-from megloom.compute.trainers.passes import check_row
+from megloom.compute.trainers.passes import check_row, other_columns
 from megloom.compute.trainers.protocol import MicroBatch, TrainerError, TrainingRow
 
 
@@ -55,10 +55,12 @@ def check_lag(row: TrainingRow, *, trainer_version: int, bound: int) -> None:
 
 
 def _check_same_columns(rows: Sequence[TrainingRow]) -> None:
-    """Columns are those of all rows or of none: rows of two kinds cannot share a pass."""
+    """Columns are those of all rows or of none: rows of two kinds cannot share a pass. All but
+    "advantages", which `row.advantage` stands in for.
+    """
     trained = [row for row in rows if row.loss_mask.any()]
     for row in trained:
-        if row.columns.keys() != trained[0].columns.keys():
+        if other_columns(row) != other_columns(trained[0]):
             raise TrainerError(
                 f"sample {row.sample_id}: columns {sorted(row.columns)}, "
                 f"but sample {trained[0].sample_id} has {sorted(trained[0].columns)}"

@@ -106,9 +106,10 @@ class TrainerCells:
         del self._tenants[cell], self._holdings[cell]
         self.look()
 
-    def stay(self, cell: str) -> None:
-        """The tenant that was asked to leave the cell cannot now."""
-        self._holdings[cell] = replace(self._holdings[cell], is_leaving=False)
+    def stay(self, cell: str, tenant: Tenant) -> None:
+        """The tenant that was asked to leave the cell cannot now; nothing if the cell is not its any more."""
+        if self._tenants.get(cell) is tenant:
+            self._holdings[cell] = replace(self._holdings[cell], is_leaving=False)
 
     def look(self) -> None:
         """Decides anew: a tenant turned idle, came, went, or time has passed."""

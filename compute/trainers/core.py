@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megloom.compute.cluster.protocol import ClusterError
 from megloom.compute.state.errors import StateError
 from megloom.compute.trainers.cells import Tenant, TrainerCells
+from megloom.compute.trainers.deadlines import Deadlines
 from megloom.compute.trainers.lifecycle import GroupLife, checked_move
 from megloom.compute.trainers.protocol import Trainer, TrainerError, TrainerLost, TrainerPlan
 from megloom.compute.trainers.satellites import ReplicaStarter, Source, Tell
@@ -40,11 +41,12 @@ class Core:
         cells: TrainerCells,
         starter: ReplicaStarter,
         shelf: StateShelf,
+        deadlines: Deadlines,
         clock: Callable[[], float],
         tell: Tell,
     ) -> None:
         self._plan, self._tenant, self._cells = plan, tenant, cells
-        self._starter, self._shelf = starter, shelf
+        self._starter, self._shelf, self._deadlines = starter, shelf, deadlines
         self._clock, self._tell = clock, tell
         self.show: Callable[[str, float], None] = lambda activity, started_s: None
         self.name = f"trainer/{plan.policy}"
@@ -96,11 +98,12 @@ class Core:
         assert self.trainer is not None and self.source is not None and self.saved is not None
         try:
             path = self.saved.path if self.saved.handle is None else await self._fetch(self.saved.handle)
-            await self.trainer.load(
-                weights_uri=self.source.weights_uri,
-                state_path=path,
-                reference_uri=self.source.reference_uri,
-            )
+            async with self._deadlines.of("load"):
+                await self.trainer.load(
+                    weights_uri=self.source.weights_uri,
+                    state_path=path,
+                    reference_uri=self.source.reference_uri,
+                )
         except TrainerError:
             await self.end()
             raise
@@ -113,24 +116,12 @@ class Core:
         assert self.trainer is not None and self.cell is not None
         self._move(GroupLife.OFFLOAD)
         started_s = self._clock()
-        if self.saved is None:
-            draft = None
-            try:
-                draft = await self._shelf.draft(self._plan.policy)
-                await self.trainer.save(state_path=draft)
-                self.saved = Saved(handle=await self._shelf.keep(self._plan.policy, draft))
-                draft = None
-            except TrainerLost:
-                raise
-            except (TrainerError, StateError, OSError) as error:  # such as a full disk
-                self._tell("trainer_stays", policy=self._plan.policy, cell=self.cell, cause=str(error)[:200])
-                self.is_stuck = True
-                self._move(GroupLife.COMPUTE)
-                self._cells.stay(self.cell)
-                return
-            finally:
-                if draft is not None:
-                    await self._shelf.drop_draft(draft)
+        if self.saved is None and (cause := await self._suspend()) is not None:
+            self._tell("trainer_stays", policy=self._plan.policy, cell=self.cell, cause=cause[:200])
+            self.is_stuck = True
+            self._move(GroupLife.COMPUTE)
+            self._cells.stay(self.cell, self._tenant)
+            return
         self._tell("trainer_offloaded", policy=self._plan.policy, cell=self.cell)
         await self.end()
         self.show("offload", started_s)
@@ -158,9 +149,35 @@ class Core:
 
     async def changed(self) -> None:
         """From here on only the process knows."""
-        if self.saved is not None and self.saved.handle is not None:
-            await self._shelf.drop(self.saved.handle)
-        self.saved = None
+        saved, self.saved = self.saved, None  # first: while the old state goes, another may be saved
+        if saved is not None and saved.handle is not None:
+            await self._shelf.drop(saved.handle)
+
+    async def _suspend(self) -> str | None:
+        """Writes the full state to the fastest place that takes it; what the last one said if none does."""
+        assert self.trainer is not None
+        policy, cause = self._plan.policy, None
+        while True:
+            try:
+                draft = await self._shelf.draft(policy)
+            except (StateError, OSError) as error:
+                return cause or str(error)
+            is_kept = False
+            try:
+                async with self._deadlines.of("save"):
+                    await self.trainer.save(state_path=draft)
+                self.saved = Saved(handle=await self._shelf.keep(policy, draft))
+                is_kept = True
+                return None
+            except TrainerLost:
+                raise
+            except (TrainerError, StateError, OSError) as error:  # such as a full disk
+                cause = str(error)
+                if not await self._shelf.pass_over(policy, draft):
+                    return cause
+            finally:
+                if not is_kept:
+                    await self._shelf.drop_draft(draft)
 
     async def _fetch(self, handle: str) -> str:
         try:

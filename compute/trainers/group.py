@@ -10,6 +10,7 @@ alone. What only a process had is lost with it: the next verb is TrainerLost, un
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 from megloom.compute.algorithms.table import parse_algorithm
 from megloom.compute.trainers.cells import TrainerCells
 from megloom.compute.trainers.core import Core, Saved
+from megloom.compute.trainers.deadlines import VERB_TIMEOUT_S, Deadlines
 from megloom.compute.trainers.lifecycle import GroupLife
 from megloom.compute.trainers.protocol import (
     ForwardReport,
@@ -37,7 +39,7 @@ from megloom.compute.trainers.turns import CORE, Turns
 from megloom.compute.workload import Publishing
 from megloom.compute.workload import Trainer as TrainerKnobs
 
-VERB_TIMEOUT_S = 3600.0  # of one verb: a process that computes for longer hangs
+log = logging.getLogger(__name__)
 
 
 class TrainingGroup:
@@ -66,10 +68,17 @@ class TrainingGroup:
                 f"got {self._knobs.zero_stage}"
             )
         self._cells, self._tasks, self._clock = cells, tasks, clock
-        self._verb_timeout_s = verb_timeout_s
+        self._deadlines = deadlines = Deadlines(plan.policy, verb_timeout_s)
         self._turns = Turns()
         self._core = Core(
-            plan, tenant=self, cells=cells, starter=starter, shelf=shelf, clock=clock, tell=tell
+            plan,
+            tenant=self,
+            cells=cells,
+            starter=starter,
+            shelf=shelf,
+            deadlines=deadlines,
+            clock=clock,
+            tell=tell,
         )
         self._satellites = Satellites(
             plan,
@@ -79,12 +88,14 @@ class TrainingGroup:
             turns=self._turns,
             starter=starter,
             shelf=shelf,
+            deadlines=deadlines,
             tasks=tasks,
             tell=tell,
         )
         self._ids: set[str] = set()  # micro-batches in the accumulation, or on the way there
         self._is_published = False  # the source's weights are those that the core holds
         self._join_from: Source | None = None  # None: no satellite could compute as the core does
+        self._is_closing = False  # satellites hand in, the core leaves or loads: nobody joins
         self._doing: tuple[str, float] = "nothing yet", clock()
         self._idle_since_s = clock()
 
@@ -93,7 +104,7 @@ class TrainingGroup:
         async with self._turn("create"):
             try:
                 trainer = await self._core.start()
-                async with self._deadline("create"):
+                async with self._deadlines.of("create"):
                     return await trainer.create(weights_dir)
             finally:
                 await self._core.end()
@@ -102,15 +113,14 @@ class TrainingGroup:
         self, *, weights_uri: str, state_path: str | None, reference_uri: str | None = None
     ) -> None:
         """What the next verb goes on from. A process that is there loads it at once, else the next one."""
-        async with self._turn("load"):
+        async with self._turn("load", closes=True):
             await self._satellites.drop()
             source = Source(weights_uri=weights_uri, state_path=None, reference_uri=reference_uri)
             await self._core.go_on_from(source, Saved(path=state_path))
             self._ids.clear()
             self._is_published, self._join_from = True, self._boundary(state_path)
             if self._core.trainer is not None:
-                async with self._deadline("load"):
-                    await self._core.load()
+                await self._core.load()
 
     async def forward(self, batch: MicroBatch, wants: Sequence[str]) -> ForwardReport:
         verb = f"forward {batch.micro_batch_id}"
@@ -136,8 +146,7 @@ class TrainingGroup:
         return report
 
     async def export_gradients(self, *, path: str) -> GradientSums:
-        async with self._verb("export_gradients") as trainer:
-            await self._satellites.hand_in(trainer)
+        async with self._verb("export_gradients", closes=True) as trainer:
             await self._core.changed()
             sums = await trainer.export_gradients(path=path)
             self._ids.clear()
@@ -150,8 +159,7 @@ class TrainingGroup:
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
         """Closes the join window: satellites hand in and end, then the core steps."""
-        async with self._verb("optim_step") as trainer:
-            await self._satellites.hand_in(trainer)
+        async with self._verb("optim_step", closes=True) as trainer:
             await self._core.changed()
             self._is_published, self._join_from = False, None
             try:
@@ -170,8 +178,7 @@ class TrainingGroup:
             return published
 
     async def save(self, *, state_path: str) -> None:
-        async with self._verb("save") as trainer:
-            await self._satellites.hand_in(trainer)
+        async with self._verb("save", closes=True) as trainer:
             await trainer.save(state_path=state_path)
             await self._core.changed()
             self._core.saved = Saved(path=state_path)
@@ -249,10 +256,16 @@ class TrainingGroup:
         return self._knobs.backend == "deepspeed" and self._knobs.zero_stage >= 2
 
     @asynccontextmanager
-    async def _turn(self, verb: str, *, is_claimed: bool = False) -> AsyncIterator[None]:
-        """The core's turn. A core that is lost within, or left in the middle of a verb, is ended."""
+    async def _turn(
+        self, verb: str, *, closes: bool = False, is_claimed: bool = False
+    ) -> AsyncIterator[None]:
+        """The core's turn. A core that is lost within, or left in the middle of a verb, is ended.
+
+        Nobody joins while one lasts that `closes` the join window.
+        """
         if not is_claimed:
             await self._turns.claim(CORE)
+        self._is_closing = closes
         self._doing = verb, self._clock()
         try:
             yield
@@ -263,44 +276,50 @@ class TrainingGroup:
             await self._lose(f"policy={self.policy} {verb}: cancelled")
             raise
         finally:
+            self._is_closing = False
             self._turns.release(CORE)
             self._settle()
 
     @asynccontextmanager
-    async def _verb(self, verb: str, *, is_claimed: bool = False) -> AsyncIterator[Trainer]:
-        """The loaded core, for one verb."""
-        async with self._turn(verb, is_claimed=is_claimed):
+    async def _verb(
+        self, verb: str, *, closes: bool = False, is_claimed: bool = False
+    ) -> AsyncIterator[Trainer]:
+        """The loaded core, for one verb; if it `closes` the join window, with what its satellites held."""
+        async with self._turn(verb, closes=closes, is_claimed=is_claimed):
             trainer = await self._core.ready()
-            async with self._deadline(verb):
+            if closes:
+                await self._satellites.hand_in(trainer)
+            for _ in range(self._turns.num_waiting):  # what came while the core was not there
+                self._let_join()
+            async with self._deadlines.of(verb):
                 yield trainer
             self._core.is_stuck = False
 
-    @asynccontextmanager
-    async def _deadline(self, verb: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._verb_timeout_s):
-                yield
-        except TimeoutError:
-            waited = f"no answer within {self._verb_timeout_s:g} s"
-            raise TrainerLost(f"policy={self.policy} {verb}: {waited}") from None
+    def _let_join(self) -> None:
+        """Lets a satellite join beside a core that computes. One beside a core that is not there, or comes
+        or goes, would change what the core's suspended state alone holds.
+        """
+        if self.life is GroupLife.COMPUTE and not self._is_closing:
+            self._satellites.consider(self._join_from)
 
     async def _anywhere(
         self, verb: str, batch: MicroBatch | None, work: Callable[[Trainer], Awaitable[Any]]
     ) -> Any:
         """What `work` returns on the first free replica; a lost satellite's work goes to another."""
+
+        async def changing(trainer: Trainer) -> Any:
+            if batch is not None:
+                await self._core.changed()
+            return await work(trainer)
+
         while True:
-            self._satellites.consider(self._join_from)
+            self._let_join()
             slot = await self._turns.claim()
             if slot == CORE:
                 async with self._verb(verb, is_claimed=True) as trainer:
-                    if batch is not None:
-                        await self._core.changed()
-                    return await work(trainer)
+                    return await changing(trainer)
             try:
-                if batch is not None:
-                    await self._core.changed()
-                async with self._deadline(verb):
-                    report = await self._satellites.take(slot, batch, work)
+                report = await self._satellites.take(slot, verb, batch, changing)
                 return report if batch is None else replace(report, replica=slot)
             except SatelliteLost:
                 if self._core.lost is not None:
@@ -311,19 +330,20 @@ class TrainingGroup:
 
     async def _leave(self, cell: str) -> None:
         try:
-            async with self._turn("leaving its cell"):
-                if cell != self._core.cell:
-                    if self._core.trainer is not None:
-                        await self._satellites.hand_in(self._core.trainer, cell=cell)
-                elif not self.can_leave:
-                    self._cells.stay(cell)
+            async with self._turn("leaving its cell", closes=True):
+                trainer = self._core.trainer
+                if trainer is None or (cell == self._core.cell and not self.can_leave):
+                    self._cells.stay(cell, self)
+                elif cell != self._core.cell:
+                    await self._satellites.hand_in(trainer, cell=cell)
                 else:
-                    assert self._core.trainer is not None
-                    await self._satellites.hand_in(self._core.trainer)
-                    async with self._deadline("save"):
-                        await self._core.offload()
+                    await self._satellites.hand_in(trainer)
+                    await self._core.offload()
         except TrainerLost:
             return  # the next verb says so
+        except TrainerError as error:  # it cannot take what a lost satellite held; the update will say so too
+            log.warning("policy=%s cell=%s: not left: %s", self.policy, cell, error)
+            self._cells.stay(cell, self)
 
     async def _bury(self, trainer: Trainer | None, cause: str) -> None:
         async with self._turn("ending"):
@@ -331,6 +351,7 @@ class TrainingGroup:
                 await self._lose(f"policy={self.policy}: {cause}")
 
     async def _lose(self, cause: str) -> None:
+        self._is_closing = True  # until the turn ends: nobody joins what is lost
         await self._satellites.drop()
         await self._core.lose(cause)
         if self._core.lost is not None:

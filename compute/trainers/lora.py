@@ -2,19 +2,20 @@
 
 Engines load whole weights, so a version's model.safetensors holds W + (alpha / rank) · B·A; the adapter lies
 beside it as adapter/adapter_model.safetensors and adapter/adapter_config.json, which
-`peft.PeftModel.from_pretrained` loads on top of the weights that training began from. Not in the version's
-own folder: transformers would find it there and add it a second time. Source: LoRA (arXiv 2106.09685).
+`peft.PeftModel.from_pretrained` loads on top of the version that its configuration names as the base: the one
+that the adapter began on. Not in the version's own folder: transformers would find it there and add it a
+second time. Source: LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megloom.compute.workload import Lora
 
@@ -29,18 +30,33 @@ def add_lora(model: Any, knobs: Lora) -> None:
     """Freezes the model and puts trained adapters beside the linear layers that `knobs.targets` name.
 
     B starts at zero, so the outputs stay as they were; A is drawn from torch's generator.
-    Raises: ValueError if a target is no layer of the model; ModuleNotFoundError without peft.
+    Raises: ValueError naming the target if it is no layer of the model, or one whose update no version could
+        hold; ModuleNotFoundError without peft.
     """
-    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    missing = [target for target in knobs.targets if target not in modules]
-    if missing or not knobs.targets:
-        raise ValueError(f"lora targets {', '.join(missing) or 'none'}: no such layers in the model")
+    _check_targets(model, knobs.targets)
     try:
         from peft import inject_adapter_in_model  # seconds to import, and only adapters need it
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: lora needs the extra 'lora'") from error
     inject_adapter_in_model(_config(knobs), model, adapter_name=_ADAPTER)
     model.megloom_lora = knobs
+
+
+def _check_targets(model: Any, targets: Sequence[str]) -> None:
+    found = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in targets]
+    missing = sorted(set(targets) - {name.rpartition(".")[2] for name, _ in found})
+    if missing or not targets:
+        raise ValueError(f"lora targets {', '.join(missing) or 'none'}: no such layers in the model")
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name, module in found:
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"lora target {name} is a {type(module).__name__}, expected a linear layer")
+        others = [other for other in owners[id(module.weight)] if other != f"{name}.weight"]
+        if others:
+            # A version holds the shared weight once, so that an update of one use would be lost.
+            raise ValueError(f"lora target {name} shares its weight with {', '.join(others)}: leave it out")
 
 
 def merged_weights(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -66,16 +82,19 @@ def adapter_weights(model: Any, read: Read) -> dict[str, Tensor]:
     return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): read(name) for name in names}
 
 
-def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes `adapter_weights` and their configuration into a version's folder, in peft's layout."""
+def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base: Path | None) -> None:
+    """Writes `adapter_weights` and their configuration into a version's folder, in peft's layout.
+
+    `base` is the version that the adapter lies on, None if that is not known.
+    """
     directory = directory / ADAPTER_DIR
     directory.mkdir(exist_ok=True)
     whole = {name: value.contiguous().to(torch.float32) for name, value in tensors.items()}
     save_file(whole, directory / ADAPTER_FILE, metadata={"format": "pt"})
-    _config(model.megloom_lora).save_pretrained(directory)
+    _config(model.megloom_lora, base).save_pretrained(directory)
 
 
-def _config(knobs: Lora) -> Any:
+def _config(knobs: Lora, base: Path | None = None) -> Any:
     from peft import LoraConfig
 
     arguments: dict[str, Any] = {  # peft's annotation of lora_alpha is narrower than what it takes
@@ -84,5 +103,6 @@ def _config(knobs: Lora) -> Any:
         "target_modules": sorted(knobs.targets),
         "lora_dropout": 0.0,
         "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base),
     }
     return LoraConfig(**arguments)

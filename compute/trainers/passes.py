@@ -200,13 +200,14 @@ def collate(part: Part | Sequence[TrainingRow], device: torch.device) -> Pass:
     """The tensors of one pass on `device`; bare rows are padded. Masked slots are never read.
 
     No row at all gives a pass of one token and N = 0, whose loss of 0 still has every parameter in its graph.
-    Raises: TrainerError if the rows do not have the same columns.
+    A row without a column "advantages" has its one advantage on each token.
+    Raises: TrainerError if the rows do not have the same other columns.
     """
     part = part if isinstance(part, Part) else Part(rows=tuple(part))
     rows = part.rows
-    names = {name for row in rows for name in row.columns}
+    names = {name for row in rows for name in other_columns(row)}
     for row in rows:
-        if row.columns.keys() != names:
+        if other_columns(row) != names:
             raise TrainerError(
                 f"sample {row.sample_id}: columns {sorted(row.columns)}, its pass has {sorted(names)}"
             )
@@ -233,16 +234,23 @@ def collate(part: Part | Sequence[TrainingRow], device: torch.device) -> Pass:
         positions_N=joined([path[i - 1] for path, i in zip(places, trainable, strict=True)], np.int64),
         targets_N=joined([row.token_ids[indices] for row, indices in pairs], np.int64),
         behaviour_N=joined([row.logprobs[indices] for row, indices in pairs], np.float32),
-        advantages_N=(
-            column("advantages")
-            if "advantages" in names
-            else per_row([row.advantage for row in rows], np.float32)
-        ),
+        advantages_N=joined([_advantages(row, indices) for row, indices in pairs], np.float32),
         weights_N=per_row([row.weight for row in rows], np.float32),
         temperatures_N=per_row([row.temperature for row in rows], np.float32),
         rows_N=per_row(list(range(len(rows))), np.int64),
-        columns_N={name: column(name) for name in sorted(names - {"advantages"})},
+        columns_N={name: column(name) for name in sorted(names)},
     )
+
+
+def other_columns(row: TrainingRow) -> frozenset[str]:
+    """The names of the row's columns but "advantages", the one that some rows of a pass may lack."""
+    return frozenset(row.columns) - {"advantages"}
+
+
+def _advantages(row: TrainingRow, indices: Any) -> Any:
+    """Those of the row's tokens at `indices`."""
+    column = row.columns.get("advantages")
+    return np.full(len(indices), row.advantage) if column is None else column[indices]
 
 
 def _placed(
@@ -279,13 +287,3 @@ def hidden_states(model: Any, batch: Pass) -> Tensor:
     output = model.base_model(input_ids=batch.token_ids_BT, use_cache=False, **options)
     hidden: Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden.index_select(0, batch.positions_N)
-
-
-def token_logprobs(model: Any, batch: Pass) -> Tensor:
-    """log softmax(logits / temperature) of the trainable tokens, [N], float32, with the graph.
-
-    The LM head sees only hidden states that predict a trainable token: logits are [N, V], never [B, T, V].
-    """
-    logits_NV = model.get_output_embeddings()(hidden_states(model, batch)).float()
-    logits_NV = logits_NV / batch.temperatures_N[:, None]
-    return -torch.nn.functional.cross_entropy(logits_NV, batch.targets_N, reduction="none")

@@ -31,8 +31,13 @@ def load_version(folder: Path, device: torch.device, *, or_anchor: bool = False)
     return load_model(found.folder, device), found.damage
 
 
-def version_writer(learner: Learner, companions: Path) -> Callable[[Path], None]:
-    """A function that fills a version's folder. Every rank must make one: it gathers what the ranks hold."""
+def version_writer(
+    learner: Learner, companions: Path, *, adapter_base: Path | None
+) -> Callable[[Path], None]:
+    """A function that fills a version's folder. Every rank must make one: it gathers what the ranks hold.
+
+    `adapter_base` is the version that an adapter lies on.
+    """
     adapter, extra = learner.adapter_weights(), learner.extra_weights()
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner.weights():  # to the end on every rank; one of them keeps what it gets
@@ -43,7 +48,7 @@ def version_writer(learner: Learner, companions: Path) -> Callable[[Path], None]
         copy_companions(companions, folder)
         save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
         if adapter:
-            write_adapter(learner.model, adapter, folder)
+            write_adapter(learner.model, adapter, folder, base=adapter_base)
         if extra:
             save_critic(extra, folder)
 

@@ -33,8 +33,9 @@ Report = TypeVar("Report")
 class RankedTrainer:
     """The verbs over all ranks; `ranks[0]` is the one that writes files.
 
-    A call fails with TrainerLost, and every connection is closed, once a rank is gone; with TrainerError, and
-    the ranks live on, if the verb failed on one or all of them.
+    A call fails with TrainerLost, and every connection is closed, once a rank is gone, or once only some of
+    them succeeded in a verb that changes them: they no longer hold the same. Else it fails with TrainerError
+    and the ranks live on: a save that fails leaves them as they were, a micro-batch fails on all of them.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class RankedTrainer:
         return merge_gradient_reports(reports)
 
     async def export_gradients(self, *, path: str) -> GradientSums:
-        return (await self._all(lambda rank: rank.export_gradients(path=path)))[0]
+        return (await self._alike(lambda rank: rank.export_gradients(path=path)))[0]
 
     async def add_gradients(self, *, path: str) -> None:
-        await self._all(lambda rank: rank.add_gradients(path=path))
+        await self._alike(lambda rank: rank.add_gradients(path=path))
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
-        return (await self._all(lambda rank: rank.optim_step(scale=scale, warm=warm)))[0]
+        return (await self._alike(lambda rank: rank.optim_step(scale=scale, warm=warm)))[0]
 
     async def publish(self, *, weights_dir: str, version: int) -> Published:
-        return (await self._all(lambda rank: rank.publish(weights_dir=weights_dir, version=version)))[0]
+        return (await self._alike(lambda rank: rank.publish(weights_dir=weights_dir, version=version)))[0]
 
     async def save(self, *, state_path: str) -> None:
         await self._all(lambda rank: rank.save(state_path=state_path))
@@ -102,8 +103,14 @@ class RankedTrainer:
     async def _all(self, call: Callable[[Trainer], Awaitable[Report]]) -> list[Report]:
         return await self._each([call(rank) for rank in self._ranks])
 
-    async def _each(self, calls: Sequence[Awaitable[Report]]) -> list[Report]:
-        """The answers of all ranks, in their order; calls in flight are cancelled on an error."""
+    async def _alike(self, call: Callable[[Trainer], Awaitable[Report]]) -> list[Report]:
+        return await self._each([call(rank) for rank in self._ranks], are_alike=True)
+
+    async def _each(self, calls: Sequence[Awaitable[Report]], *, are_alike: bool = False) -> list[Report]:
+        """The answers of all ranks, in their order; calls in flight are cancelled on an error.
+
+        `are_alike`: ranks of which only some have failed are lost.
+        """
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -120,10 +127,12 @@ class RankedTrainer:
             return [task.result() for task in tasks]
         number, cause = _cause(errors)
         lost = [rank for rank, error in errors.items() if isinstance(error, TrainerLost)]
-        if late or lost:
+        num_done = len(tasks) - len(late) - len(errors)
+        if late or lost or (are_alike and num_done):
             await self.close()
             waiting = f"; {len(late)} ranks still waited {self._grace_s:.0f} s later" if late else ""
-            raise TrainerLost(f"policy={self._policy} rank {number}: {cause}{waiting}") from cause
+            ahead = f"; {num_done} other ranks went on" if are_alike and num_done else ""
+            raise TrainerLost(f"policy={self._policy} rank {number}: {cause}{waiting}{ahead}") from cause
         if isinstance(cause, TrainerError):
             raise TrainerError(f"rank {number}: {cause}") from cause
         raise cause

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,7 @@ class _Loaded:
     """What `load` made. Only the replica writes.
 
     `folder` and `base_version` are the parent of the next published version; `trainer_version` is that
-    number, plus the updates since.
+    number, plus the updates since. `adapter_base` is the version that LoRA's adapter began on, None without.
     """
 
     learner: Learner
@@ -78,6 +78,7 @@ class _Loaded:
     base_version: int
     trainer_version: int
     reference: Reference | None
+    adapter_base: Path | None
 
 
 class Replica:
@@ -119,16 +120,17 @@ class Replica:
             manifest = read_manifest(folder, verified=False)  # the weights are, when they are loaded
             holders, trainer_version = {manifest.policy}, manifest.version
             learner, damage = self._make_learner(folder, has_state=state_path is not None)
+            adapter_base: str | None = folder.name  # a fresh adapter is put on what was loaded
             if state_path is not None:
                 facts, tensors = read_state(Path(state_path))
                 holders.add(facts.policy)
                 trainer_version = max(trainer_version, facts.trainer_version)
                 learner.restore(facts, tensors)
-                if damage is not None and learner.is_main:
-                    repair_version(folder, version_writer(learner, companions=folder))
+                adapter_base = facts.adapter_base
             if holders != {self._plan.policy}:
                 raise TrainerError(f"{weights_uri}, {state_path} are of {sorted(holders)}")
             self._state = _Loaded(
+                adapter_base=folder.parent / adapter_base if self._knobs.lora and adapter_base else None,
                 learner=learner,
                 folder=folder,
                 base_version=manifest.version,
@@ -139,6 +141,8 @@ class Replica:
                     else None
                 ),
             )
+            if damage is not None and learner.is_main:
+                repair_version(folder, self._writer(self._state))
 
     def forward(self, batch: MicroBatch, wants: Sequence[str]) -> ForwardReport:
         started = time.perf_counter()
@@ -230,7 +234,7 @@ class Replica:
     def publish(self, *, weights_dir: str, version: int) -> Published:
         with self._naming("publish", f"version {version}"):
             state = self._loaded()
-            write = version_writer(state.learner, companions=state.folder)
+            write = self._writer(state)
             target = version_dir(Path(weights_dir), version)
             published = Published(uri=str(target), version=version, digest="", size_bytes=0)
             if state.learner.is_main:
@@ -252,7 +256,10 @@ class Replica:
             state = self._loaded()
             facts, tensors = state.learner.state(self._plan.policy)
             if state.learner.is_main:
-                facts = replace(facts, trainer_version=state.trainer_version)
+                base = state.adapter_base
+                facts = replace(
+                    facts, trainer_version=state.trainer_version, adapter_base=base.name if base else None
+                )
                 write_state(Path(state_path), facts, tensors)
 
     def close(self) -> None:
@@ -273,6 +280,9 @@ class Replica:
             self._plan, model, optimizer=self._optimizer, warm_optimizer=self._warm_optimizer, extra=extra
         )
         return learner, damage
+
+    def _writer(self, state: _Loaded) -> Callable[[Path], None]:
+        return version_writer(state.learner, companions=state.folder, adapter_base=state.adapter_base)
 
     def _check(self, state: _Loaded, batch: MicroBatch) -> None:
         if batch.micro_batch_id in state.learner.micro_batch_ids:

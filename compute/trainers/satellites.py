@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megloom.compute.cluster.protocol import ClusterError
+from megloom.compute.state.errors import StateError
 from megloom.compute.trainers.cells import Tenant, TrainerCells
+from megloom.compute.trainers.deadlines import Deadlines
 from megloom.compute.trainers.protocol import MicroBatch, Trainer, TrainerError, TrainerLost, TrainerPlan
 from megloom.compute.trainers.suspended import StateShelf
 from megloom.compute.trainers.turns import Turns
@@ -72,12 +74,13 @@ class Satellites:
         turns: Turns,
         starter: ReplicaStarter,
         shelf: StateShelf,
+        deadlines: Deadlines,
         tasks: asyncio.TaskGroup,
         tell: Tell,
     ) -> None:
         self._plan, self._limit, self._tenant = plan, limit, tenant
         self._cells, self._turns, self._starter, self._shelf = cells, turns, starter, shelf
-        self._tasks, self._tell = tasks, tell
+        self._deadlines, self._tasks, self._tell = deadlines, tasks, tell
         self._here: dict[int, _Satellite] = {}
         self._joining: dict[int, tuple[asyncio.Task[None], str]] = {}  # with the cell
         self._ending: set[int] = set()  # their names are not free yet
@@ -100,17 +103,25 @@ class Satellites:
             joining.close()
             self._cells.release(cell)
 
-    async def take(self, slot: int, batch: MicroBatch | None, work: Callable[[Trainer], Any]) -> Any:
+    async def take(
+        self, slot: int, verb: str, batch: MicroBatch | None, work: Callable[[Trainer], Any]
+    ) -> Any:
         """What `work` returns on the satellite, which then holds the gradient of `batch`, if one is given.
 
-        Raises: SatelliteLost, and what `work` raises otherwise.
+        Raises: SatelliteLost, also for one that is late; and what `work` raises otherwise.
         """
-        satellite = self._here[slot]
+        satellite = self._here.get(slot)
+        if satellite is None:
+            raise SatelliteLost(f"replica {slot} ended before its turn")
         try:
-            report = await work(satellite.trainer)
+            async with self._deadlines.of(verb):
+                report = await work(satellite.trainer)
         except TrainerLost as error:
             await self._lose(slot, satellite, str(error))
             raise SatelliteLost from error
+        except asyncio.CancelledError:
+            await self._lose(slot, satellite, f"{verb}: cancelled")  # nobody knows what it holds
+            raise
         if batch is not None:
             satellite.taken.append(batch)
         return report
@@ -119,44 +130,51 @@ class Satellites:
         """Adds the sums of all satellites (or of the one on `cell`) to the core's; they end.
 
         What a lost one held the core takes itself.
+        Raises: TrainerLost for the core; TrainerError if it cannot take what was lost.
         """
         await self._stop_joining()
         for slot in sorted(self._here):
-            if cell is None or self._here[slot].cell == cell:
-                try:
-                    await self._turns.claim(slot)
-                except LookupError:
-                    continue  # lost meanwhile
-                await self._hand_in(slot, core)
+            satellite = self._here.get(slot)
+            if satellite is None or cell not in (None, satellite.cell):
+                continue
+            try:
+                await self._turns.claim(slot)
+            except LookupError:
+                continue  # lost meanwhile
+            await self._hand_in(slot, satellite, core)
         while self._again:
-            await core.forward_backward(self._again[0])
+            async with self._deadlines.of(f"forward_backward {self._again[0].micro_batch_id}"):
+                await core.forward_backward(self._again[0])
             del self._again[0]
 
     async def drop(self) -> None:
         """Ends all of them, and forgets what they took."""
         await self._stop_joining()
-        for slot in list(self._here):
-            await self._end(slot)
+        for slot, satellite in list(self._here.items()):
+            await self._end(slot, satellite)
         self._again.clear()
 
     async def ended(self, slot: int, cause: str) -> None:
         """A satellite's process ended by itself."""
+        satellite = self._here.get(slot)
         try:
             await self._turns.claim(slot)
         except LookupError:
             return  # its verb told us already
-        await self._lose(slot, self._here[slot], cause)
+        if satellite is not None:
+            await self._lose(slot, satellite, cause)
 
     async def _join(self, slot: int, name: str, cell: str, source: Source) -> None:
         """Consumes nothing. Waits for a process and its weights. Woken by both; ends as a free replica."""
         joined = False
         try:
             trainer = await self._starter.start_trainer(name, self._plan)
-            await trainer.load(
-                weights_uri=source.weights_uri,
-                state_path=source.state_path,
-                reference_uri=source.reference_uri,
-            )
+            async with self._deadlines.of("load"):
+                await trainer.load(
+                    weights_uri=source.weights_uri,
+                    state_path=source.state_path,
+                    reference_uri=source.reference_uri,
+                )
             joined = True
         except (TrainerError, ClusterError, TimeoutError) as error:
             self._count_loss(name, str(error))
@@ -181,30 +199,49 @@ class Satellites:
             if self._joining.pop(slot, None) is not None:  # cancelled before it ran at all
                 self._cells.release(cell)
 
-    async def _hand_in(self, slot: int, core: Trainer) -> None:
-        satellite = self._here[slot]
+    async def _hand_in(self, slot: int, satellite: _Satellite, core: Trainer) -> None:
         if satellite.taken:
-            path = await self._shelf.draft(self._plan.policy)
             try:
-                try:
-                    await satellite.trainer.export_gradients(path=path)
-                except TrainerLost as error:
-                    await self._lose(slot, satellite, str(error))
-                    return
-                await core.add_gradients(path=path)
+                path = await self._exported(satellite)
+            except (TrainerError, StateError, OSError) as error:  # it died, or there is no room for its sums
+                await self._lose(slot, satellite, str(error))
+                return
+            try:
+                async with self._deadlines.of("add_gradients"):
+                    await core.add_gradients(path=path)
+            except TrainerLost:
+                raise
+            except TrainerError as error:
+                await self._lose(slot, satellite, str(error))
+                return
             finally:
                 await self._shelf.drop_draft(path)
-        await self._end(slot)
+        await self._end(slot, satellite)
+
+    async def _exported(self, satellite: _Satellite) -> str:
+        """A file with its sums."""
+        path = await self._shelf.draft(self._plan.policy)
+        try:
+            async with self._deadlines.of("export_gradients"):
+                await satellite.trainer.export_gradients(path=path)
+        except BaseException as error:
+            if isinstance(error, TrainerError) and not isinstance(error, TrainerLost):
+                await self._shelf.pass_over(self._plan.policy, path)
+            await self._shelf.drop_draft(path)
+            raise
+        return path
 
     async def _lose(self, slot: int, satellite: _Satellite, cause: str) -> None:
         if self._here.get(slot) is not satellite:
             return  # dropped while its verb ran
         self._count_loss(satellite.name, cause)
         self._again.extend(satellite.taken)
-        await self._end(slot)
+        await self._end(slot, satellite)
 
-    async def _end(self, slot: int) -> None:
-        satellite = self._here.pop(slot)
+    async def _end(self, slot: int, satellite: _Satellite) -> None:
+        if self._here.get(slot) is not satellite:
+            return  # another of its failures has ended it
+        del self._here[slot]
         self._ending.add(slot)
         self._turns.remove(slot)
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megloom.compute.state.durable import replace_file
 from megloom.compute.trainers.protocol import TrainerError
 
-SCHEMA_VERSION = 2  # 2 added `trainer_version`
+SCHEMA_VERSION = 3  # 2 added `trainer_version`, 3 `adapter_base`
 _STATE, _SUMS = "megloom_trainer_state", "megloom_gradient_sums"
 _TITLES = {_STATE: "trainer state", _SUMS: "gradient sums"}
 
@@ -28,6 +28,7 @@ class Facts:
 
     `num_warm_steps` is None once the warm optimizer is dropped, or if there was none. `trainer_version` is
     the version that the weights stem from plus the updates since, which is what lag is measured against.
+    `adapter_base` is the folder name of the version that LoRA's adapter lies on, None without or if unknown.
     """
 
     policy: str
@@ -36,6 +37,7 @@ class Facts:
     micro_batch_ids: tuple[str, ...]
     num_trainable: int
     trainer_version: int = 0
+    adapter_base: str | None = None
     schema_version: int = SCHEMA_VERSION
 
 

@@ -31,6 +31,11 @@ class Turns:
     def has_free(self) -> bool:
         return bool(self._free)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for whichever replica is free first."""
+        return sum(waiter.slot is None and not waiter.granted.done() for waiter in self._waiters)
+
     def add(self, slot: int) -> None:
         """A replica is there, free for whoever waits."""
         self._slots.add(slot)

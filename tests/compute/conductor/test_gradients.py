@@ -17,7 +17,16 @@ from megloom.compute.conductor.estimates import StepEstimates
 from megloom.compute.conductor.events import EventLog
 from megloom.compute.conductor.gradients import GradientLane, LaneStep
 from megloom.compute.conductor.samples import Aggregation
-from megloom.compute.trainers.protocol import ForwardReport, Trainer, TrainerError
+from megloom.compute.conductor.session import explain
+from megloom.compute.graph.states import SampleState
+from megloom.compute.trainers.protocol import (
+    ForwardReport,
+    GradientReport,
+    MicroBatch,
+    Trainer,
+    TrainerError,
+    TrainerLost,
+)
 from tests.compute.conductor.training_rows import FakeTrainer, drawn_group
 
 REWARDS = [1.0, 0.0]
@@ -30,16 +39,23 @@ def value_of(sample_id: str, name: str, num_tokens: int) -> Any:
 
 def lane_step(
     algorithm: PolicyGradient,
-    trainers: Sequence[FakeTrainer],
+    trainers: Sequence[FakeTrainer | None],
     *,
     records: list[Any] | None = None,
     rewards: Sequence[float] = REWARDS,
+    num_groups: int = 2,
 ) -> tuple[LaneStep, GradientLane]:
-    """A step of two groups, each a micro-batch; a lost trainer is followed by the next of `trainers`."""
+    """A step of groups, each a micro-batch; a lost trainer is followed by the next of `trainers`.
+
+    One that is None does not come up.
+    """
     lives = iter(trainers[1:])
 
     async def restart(policy: str) -> Trainer:
-        return next(lives)  # type: ignore[return-value]
+        trainer = next(lives)
+        if trainer is None:
+            raise TrainerLost("it does not come up")
+        return trainer  # type: ignore[return-value]
 
     async def main() -> tuple[LaneStep, GradientLane]:
         lane = GradientLane(
@@ -57,7 +73,7 @@ def lane_step(
         estimates = StepEstimates(algorithm, Aggregation.of(algorithm), {})
         async with asyncio.TaskGroup() as tasks:
             lane.open(1, 0, tasks)
-            for number in range(2):
+            for number in range(num_groups):
                 for samples in estimates.add(drawn_group(number, rewards)):
                     lane.add_group(samples)
             for samples in estimates.close():
@@ -127,6 +143,40 @@ def test_a_trainer_that_is_lost_gives_the_same_rows_to_the_next(verb: str) -> No
             assert all(np.array_equal(row.columns[name], other.columns[name]) for name in other.columns)
     if verb != "forward":
         assert next_one.asked == [("values",)] * (2 - len(lost.asked))  # a replay asks for nothing again
+
+
+class DyingTrainer(FakeTrainer):
+    """It dies in its n-th gradient, or in its update."""
+
+    def __init__(self, gradients: int = -1, **options: Any) -> None:
+        super().__init__(value_of, **options)
+        self._gradients = gradients
+
+    async def forward_backward(self, batch: MicroBatch) -> GradientReport:
+        self._gradients -= 1
+        if self._gradients == 0:
+            self._is_lost = True
+        return await super().forward_backward(batch)
+
+
+@pytest.mark.parametrize("second", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [1, 2, 3, 4, "optim_step"])
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_a_trainer_that_is_lost_in_a_replay_skips_no_micro_batch(
+    first: int | str, second: int, comes_up: bool
+) -> None:
+    one = DyingTrainer(first) if isinstance(first, int) else DyingTrainer(dies_in=["optim_step"])
+    trainers = [one, DyingTrainer(second) if comes_up else None, FakeTrainer(value_of), FakeTrainer(value_of)]
+    work, _ = lane_step(Ppo(), trainers, num_groups=4)
+    names = [taken.batch.micro_batch_id for taken in work.taken]
+    assert len(names) == 4 and work.update is not None and list(work.update.micro_batch_ids) == names
+    assert {taken.state for taken in work.taken} == {SampleState.GRADIENT_TAKEN}
+
+
+def test_a_trainer_that_is_lost_each_time_ends_the_session_with_its_cause() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        lane_step(Ppo(), [DyingTrainer(1) for _ in range(9)])
+    assert "trainer of solver was lost 3 times in a row: lost in" in explain(caught.value)
 
 
 @pytest.mark.parametrize(

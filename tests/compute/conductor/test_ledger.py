@@ -83,6 +83,14 @@ def test_a_rollback_without_a_kept_state_starts_with_fresh_moments() -> None:
     assert back.state_path is None and back.states() == {6: "s6"}
 
 
+def test_a_rollback_forgets_what_the_policys_algorithm_carried_along_the_line_that_is_left() -> None:
+    states = {"a": {"baseline": 0.5}, "b": {"baseline": 0.7}}
+    now = run_of(2).committed(
+        cursor=Cursor(), published={"a": published(6)}, states={}, algorithm_states=states
+    )
+    assert now.rolled_back("a", published(4), parent_version=3).algorithm_states == {"b": {"baseline": 0.7}}
+
+
 def test_a_snapshot_survives_json() -> None:
     for it in (ledger(), run_of(2), run_of(3).rolled_back("a", published(4), parent_version=3)):
         assert Ledger.from_json(json.loads(json.dumps(it.to_json()))) == it

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.events import EventLog
 from megloom.compute.conductor.publisher import PublishAborted, Publisher, Serving
 from megloom.compute.conductor.stager import ChunkStager, FolderNode, LocalStager, Stager, StagingError
+from megloom.compute.conductor.supervision import Supervisor
+from megloom.compute.conductor.version_services import local_services
 from megloom.compute.engines.protocol import (
     Completion,
     EngineError,
@@ -358,7 +362,7 @@ def chunked(tmp_path: Path, new: Published, **flaky: int) -> tuple[ChunkStager, 
     nodes = {
         cell: FlakyNode(tmp_path / f"node{n}", **(flaky if n == 1 else {})) for n, cell in enumerate(CELLS)
     }
-    return ChunkStager(nodes=nodes, offload=InlineOffload(), chunk_bytes=10_000), nodes
+    return ChunkStager(node_of=nodes.__getitem__, offload=InlineOffload(), chunk_bytes=10_000), nodes
 
 
 @pytest.fixture(autouse=True)
@@ -407,6 +411,25 @@ def test_a_try_that_failed_at_chunk_2_of_3_goes_on_there(tmp_path: Path) -> None
     assert nodes[CELLS[1]].chunks == [0, 10_000, 20_000]
 
 
+def test_engines_with_folders_of_their_own_load_from_there_and_two_versions_stay(tmp_path: Path) -> None:
+    new = [weights(tmp_path / "a-policy", version) for version in (2, 1, 0)]
+    other = weights(tmp_path / "a", 0)
+    folders = [tmp_path / "disk0", tmp_path / "disk1"]
+    services = local_services(lambda policy: "", InlineOffload(), engine_folders=folders)
+
+    async def main() -> None:
+        for number, cell in enumerate(CELLS):
+            for published in (other, *new):
+                folder = Path(await services.stager.stage(cell, published))
+                assert folder.parent == folders[number % 2]
+                assert file_digest(folder / MODEL_FILE) == published.digest
+
+    asyncio.run(main())
+    for folder in folders:
+        names = sorted(path.name.rpartition("-")[0] for path in folder.iterdir())
+        assert names == ["a-000000", "a-policy-000000", "a-policy-000001"]
+
+
 def test_a_node_that_received_other_bytes_starts_over(tmp_path: Path) -> None:
     new = weights(tmp_path / "w", 0)
     stager, _ = chunked(tmp_path, new)
@@ -435,3 +458,82 @@ def test_engines_on_the_trainers_machine_load_a_folder_that_was_checked(tmp_path
             await LocalStager(InlineOffload()).stage(CELLS[0], base)
 
     asyncio.run(main())
+
+
+def test_a_version_with_the_weights_of_the_last_one_is_checked_in_its_own_folder(tmp_path: Path) -> None:
+    """An update that moves nothing gives two versions one digest; the older folder may be pruned any time."""
+    folder = tmp_path / "w"
+    first = weights(folder, 0)
+    shutil.copytree(first.uri, version_dir(folder, 7))
+    same = published(7, uri=str(version_dir(folder, 7)), digest=first.digest)
+    stager = LocalStager(InlineOffload())
+
+    async def main() -> None:
+        assert await stager.stage(CELLS[0], first) == first.uri
+        shutil.rmtree(first.uri)
+        assert await stager.stage(CELLS[0], same) == same.uri
+
+    asyncio.run(main())
+
+
+# --- engines that are started anew
+
+
+@dataclass
+class FakeBackend:
+    """Starts the engines that a test has prepared, in turn."""
+
+    lives: dict[str, list[FakeEngine]]
+    started: list[str] = field(default_factory=list)
+
+    def incarnation(self, cell: str) -> int:
+        return self.started.count(cell)
+
+    async def start_engine(self, cell: str, *, policy: str, uri: str, version: int) -> FakeEngine:
+        self.started.append(cell)
+        engine = self.lives[cell].pop(0)
+        engine.version = version
+        return engine
+
+    async def stop(self, cell: str) -> None: ...
+
+
+def restarted(lives: Sequence[FakeEngine], *, is_published: bool = True) -> tuple[Scene, FakeBackend]:
+    """Two engines publish version 1; then the second is lost, and `lives` are its next ones."""
+
+    async def body(at: Scene) -> None:
+        if is_published:
+            await at.publisher.publish("p", published())
+        run = SimpleNamespace(dispatcher=at.dispatcher, publisher=at.publisher, events=at.events)
+        supervisor = Supervisor(
+            run=run,  # type: ignore[arg-type]
+            backend=backend,  # type: ignore[arg-type]
+            worker_events=None,  # type: ignore[arg-type]
+            tokenizers=dict,
+        )
+        supervisor._policy_of[CELLS[1]] = "p"
+        await supervisor.restart_engine(CELLS[1], "killed")
+
+    backend = FakeBackend(lives={CELLS[1]: list(lives)})
+    fakes = {cell: FakeEngine(cell=cell) for cell in CELLS[:2]}
+    return scene(body, fakes, canary=canary()), backend
+
+
+def test_an_engine_that_is_started_anew_answers_the_canary_before_it_has_traffic() -> None:
+    wrong, right = FakeEngine(cell=CELLS[1], wrong_by=0.5), FakeEngine(cell=CELLS[1])
+    at, backend = restarted([wrong, right])
+    assert backend.started == [CELLS[1]] * 2 and wrong.told == right.told == ["info", "generate"]
+    assert at.dispatcher.engines_of("p")[CELLS[1]] is right
+
+
+@pytest.mark.parametrize("fault", ["hang", EngineUnavailable("gone")])
+def test_an_engine_that_gives_no_canary_is_started_again(fault: Any) -> None:
+    silent, right = FakeEngine(cell=CELLS[1], faults={"generate": fault}), FakeEngine(cell=CELLS[1])
+    at, _ = restarted([silent, right])
+    assert at.dispatcher.engines_of("p")[CELLS[1]] is right
+
+
+def test_without_a_known_answer_of_its_version_an_engine_is_believed() -> None:
+    wrong = FakeEngine(cell=CELLS[1], wrong_by=0.5)
+    at, _ = restarted([wrong], is_published=False)
+    assert at.dispatcher.engines_of("p")[CELLS[1]] is wrong and wrong.told == []

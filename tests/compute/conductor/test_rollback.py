@@ -6,6 +6,8 @@ import asyncio
 import multiprocessing
 import shutil
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from megloom.compute.conductor.keeping import UnknownVersion
 from megloom.compute.conductor.reports import StepReport
-from megloom.compute.conductor.rollback import RolledBack
+from megloom.compute.conductor.rollback import RolledBack, rollback_report
 from megloom.compute.conductor.run import RunPaths
 from megloom.compute.conductor.session import Session
 from megloom.compute.conductor.sessions import UnknownRun, roll_back_on_disk
@@ -39,7 +41,9 @@ from megloom.compute.store.offload import InlineOffload
 from megloom.compute.store.reader import MegReader
 from megloom.compute.store.sqlite_journal import SqliteJournal
 from megloom.compute.store.store import MegStore
+from megloom.compute.trainers.protocol import Published
 from megloom.compute.workload import Training
+from tests.compute.simulation.test_resume import DyingStore
 from tests.compute.state.weight_versions import spoil
 from tests.kills.cells import FileBackend, read_state
 from tests.kills.life import RUN, session_config
@@ -49,7 +53,13 @@ Act = Callable[[Session], Coroutine[Any, Any, Any]]
 
 
 def live(
-    home: Path, steps: int, act: Act | None = None, *, keep_states: int = 1, keep_versions: int | None = None
+    home: Path,
+    steps: int,
+    act: Act | None = None,
+    *,
+    keep_states: int = 1,
+    keep_versions: int | None = None,
+    make_store: Callable[..., MegStore] = MegStore,
 ) -> Session:
     """One life of a session in virtual time; `act` runs beside it."""
     paths = RunPaths(home=home, run=RUN)
@@ -78,7 +88,7 @@ def live(
             session = Session(
                 config=config,
                 backend=FileBackend(workload, num_tasks=16, costs=Costs(), faults=Faults(), engine_slots=256),
-                store=MegStore(root=paths.store_root, journal=journal, offload=offload),
+                store=make_store(root=paths.store_root, journal=journal, offload=offload),
                 paths=paths,
                 epoch=1,
                 wall_time=lambda: "simulated",
@@ -268,6 +278,46 @@ def test_a_stopped_run_rolls_back_and_its_next_start_stands_there(tmp_path: Path
     folder = Path(session.paths.weights("solver"))
     assert complete_versions(folder) == [0, 1, 2, 3, 4, 5], "newer versions stay until they are pruned"
     assert on_disk(tmp_path, "solver", 3).from_version == 5, "and one may go forward again"
+
+
+def test_a_rollback_that_is_asked_for_while_the_session_starts_seals_no_episode_of_the_open_step(
+    tmp_path: Path,
+) -> None:
+    """What a killed session had ended in step 3 was sampled by the version that is left."""
+    num_evaluations, num_a_step = 4, 4
+    dying = partial(DyingStore, episodes=num_evaluations + 2 * num_a_step + 3)
+    assert live(tmp_path, 6, make_store=dying).failure == "StoreError: the session dies here"
+    told: list[RolledBack] = []
+
+    async def ask_at_once(session: Session) -> None:
+        assert session.state == "starting"
+        told.append(await session.roll_back("solver", 1))
+
+    session = live(tmp_path, 6, ask_at_once)
+    assert session.failure is None and (told[0].step, told[0].from_version) == (3, 2)
+    reader = MegReader(session.paths.store_root)
+    sealed = {
+        table: reader.read_table(RUN, table, steps=[3]).num_rows for table in ("episodes", "provenance")
+    }
+    assert sealed == {"episodes": 0, "provenance": 1}, "what made the step stays"
+    episodes = reader.read_table(RUN, "episodes", steps=[4, 5]).to_pylist()
+    assert len([e for e in episodes if e["purpose"] == "train"]) == 2 * num_a_step
+    assert versions_by_step(session.reports, "solver") == [0, 1, 2, 1, 3, 4, 5]
+
+
+def test_a_rollback_says_that_the_algorithms_running_numbers_begin_anew(trained: Path) -> None:
+    without = newest(trained)
+    states = {"solver": {"baseline": 0.5, "count": 3.0}}
+    carrying = replace(without, ledger=replace(without.ledger, algorithm_states=states))
+    to = Published(uri="u1", version=1, digest="d1", size_bytes=1)
+    done = RolledBack(run=RUN, policy="solver", step=4, from_version=3, version=1, with_state=False)
+    for last, end in (
+        (carrying, "; its algorithm begins anew (baseline, count belonged to the line that was left)"),
+        (without, "no state of that version is kept"),
+    ):
+        back = last.ledger.rolled_back("solver", to, parent_version=0)
+        report = rollback_report(last, back, done, at_s=0.0, wall_time="then")
+        assert report.checks[0].detail.endswith(end)
 
 
 def test_a_rollback_may_take_the_last_steps_number(tmp_path: Path) -> None:

@@ -143,6 +143,18 @@ def test_a_reward_field_stands_for_the_reward_and_calls_without_it_leave_first()
     assert [round(s.record.advantage, 3) for s in samples] == [0.707, -0.707]
 
 
+@pytest.mark.parametrize("value", [[1.0, 0.5, 0.5], float("nan"), "good", None], ids=str)
+def test_a_call_whose_reward_field_is_no_number_leaves_first_and_says_why(value: Any) -> None:
+    calls = [call for number in range(3) for call in candidates(member(number, 5.0))]
+    for call, judged in zip(calls, (1.0, 0.0, value), strict=True):
+        call.vertex.fields["judge"] = FieldValue(value=judged, source="judge", ready_s=1.0)
+    *kept, dropped = group_samples(calls, Grpo(reward_field="judge", kl=Kl(coefficient=0.1)))
+    assert [round(s.record.advantage, 3) for s in kept] == [0.707, -0.707]
+    assert (dropped.row, dropped.cause, dropped.record.state) == (None, "no_reward", "dropped")
+    assert dropped.record.invocation_id == calls[2].vertex.invocation_id
+    assert (dropped.record.reward, dropped.record.num_trainable) == (None, 0)
+
+
 def test_a_row_holds_the_path_with_its_mask_logprobs_and_temperature() -> None:
     row = samples_of(member(0, 1.0), member(1, 0.0))["planner"][0].row
     assert row is not None and row.temperature == 0.7

@@ -210,17 +210,17 @@ def test_a_killed_service_leaves_nothing_and_its_run_continues_from_the_last_sea
     tmp_path: Path,
 ) -> None:
     client = ensure_service(tmp_path)
-    client.start_session(config("crash", 6))
-    follow(client, "crash", until=lambda status, steps: len(steps) >= 3)
+    client.start_session(config("crash", 4))
+    follow(client, "crash", until=lambda status, steps: len(steps) >= 2)
     pids = processes(client)
     os.kill(client.health()["pid"], signal.SIGKILL)
     wait_until_gone(pids)
     with service(tmp_path) as again:
-        again.start_session(config("crash", 6))
+        again.start_session(config("crash", 4))
         status, steps = follow(again, "crash")
-        assert status.state == "finished" and [step.step for step in steps] == list(range(7))
+        assert status.state == "finished" and [step.step for step in steps] == list(range(5))
         groups = from_table("groups", MegReader(status.store_root).read_table("crash", "groups"))
         per_epoch = Counter((group.epoch, group.task_id) for group in groups)
-        assert len(groups) == 6 * 3 and set(per_epoch.values()) == {1}
+        assert len(groups) == 4 * 3 and set(per_epoch.values()) == {1}
         lineage = version_lineage(status.store_root, "crash", "writer", "last")
         assert lineage.row.version == status.versions["writer"]

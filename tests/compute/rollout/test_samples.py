@@ -14,7 +14,7 @@ from megloom.compute.graph.meg import Vertex
 from megloom.compute.graph.records import EdgeKind
 from megloom.compute.graph.states import InvocationState
 from megloom.compute.graph.training_view import Candidate
-from megloom.compute.rollout.samples import DrawnPath, draw_paths, path_weights
+from megloom.compute.rollout.samples import DrawnPath, draw_paths
 
 SYSTEM_A, SYSTEM_B = (1, 2), (1, 3)
 
@@ -97,7 +97,6 @@ def test_three_leaves_train_their_shared_prefix_once() -> None:
     assert Counter(name for path in paths for name in path.owned) == Counter(
         call.vertex.invocation_id for call in [root, *leaves]
     )
-    assert sum(path_weights(paths)) == pytest.approx(1.0)
 
 
 def test_no_more_paths_are_drawn_than_asked_for() -> None:
@@ -176,7 +175,6 @@ def test_tokens_of_another_credit_are_context_and_have_a_path_of_their_own(other
 def test_nothing_to_train_gives_no_path() -> None:
     assert draw_paths([], seed=0) == []
     assert draw_paths([call(0, (1,), (5,), unusable="cut")], seed=0) == []
-    assert path_weights([]) == []
 
 
 def test_a_call_with_fewer_logprobs_than_tokens_is_refused_by_name() -> None:
@@ -187,18 +185,6 @@ def test_a_call_with_fewer_logprobs_than_tokens_is_refused_by_name() -> None:
 def test_an_unknown_leaf_class_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="e-a0-i000: leaf class 'side', expected one of main"):
         draw_paths([call(0, (1,), (5,), leaf_class="side")], seed=0)
-
-
-def test_the_two_means_follow_from_the_weights() -> None:
-    """Two episodes, by hand: mean over episodes of the mean over tokens, each token's loss its logprob."""
-    one = draw_paths([call(0, (1,), (5, 5, 5)), call(1, (2,), (5,))], seed=0)
-    two = draw_paths([call(2, (1,), (5, 5))], seed=0)
-    by_hand = (np.mean([-1, -2, -3, -101]) + np.mean([-201, -202])) / 2
-    total = 0.0
-    for paths in (one, two):
-        for path, weight in zip(paths, path_weights(paths), strict=True):
-            total += weight * float(path.logprobs.sum()) / path.num_trainable
-    assert total / 2 == pytest.approx(by_hand)
 
 
 @st.composite
@@ -248,8 +234,6 @@ def test_every_usable_token_has_one_owner_on_a_path_that_it_was_sampled_on(
                 == (vertex.prompt_ids or ()) + vertex.token_ids[: offset + 1]
             )
             assert vertex.invocation_id in path.owned
-    if paths:
-        assert sum(path_weights(paths)) == pytest.approx(1.0)
     bounded = draw_paths(calls, seed=seed, max_paths=max_paths)
     assert len(bounded) == min(max_paths, len(paths)), "a bound never leaves less than it must"
     assert [path.leaf_invocation for path in bounded] == [path.leaf_invocation for path in paths[:max_paths]]

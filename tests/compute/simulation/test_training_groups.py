@@ -12,11 +12,13 @@ import pytest
 
 from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.conductor.config import SessionConfig
+from megloom.compute.simulation import backend
 from megloom.compute.simulation.backend import Faults
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.run import Simulated, simulate
 from megloom.compute.simulation.store import MemoryStore
 from megloom.compute.simulation.team import simulated_team
+from megloom.compute.simulation.trainers import ModelledTrainer
 from megloom.compute.workload import Agent, Optimizer, Policy, PretrainedModel, Sampling, Trainer, Training
 
 NAMES = tuple(f"p{number}" for number in range(8))
@@ -38,8 +40,9 @@ def run(
     store: MemoryStore | None = None,
     idle_s: float | None = None,
     costs: Costs | None = None,
+    num_tasks: int = 4,
 ) -> Simulated:
-    sizes = {"tasks_per_step": 4, "group_size": 2, "micro_batch_groups": 1, "call_timeout_s": 20}
+    sizes = {"tasks_per_step": num_tasks, "group_size": 2, "micro_batch_groups": 1, "call_timeout_s": 20}
     policy = Policy(
         model=PretrainedModel(path="simulated"),
         algorithm=Grpo(),
@@ -76,6 +79,12 @@ def updates(store: MemoryStore) -> list[Any]:
     """What every update consumed: times aside, all that the trainers did."""
     versions = [version for step in store.sealed for version in step.records.get("policy_versions", [])]
     return sorted((v.policy, v.version, v.num_samples, v.num_trainable, v.grad_norm) for v in versions)
+
+
+def digests(store: MemoryStore) -> dict[tuple[str, int], str]:
+    """Of every version: they tell in which order its micro-batches were summed."""
+    versions = [version for step in store.sealed for version in step.records.get("policy_versions", [])]
+    return {(v.policy, v.version): v.digest for v in versions}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +147,65 @@ def test_random_deaths_of_trainers_cost_time_and_nothing_else(
     assert (first.state, first.failure) == ("finished", None)
     assert updates(stores[0]) == spacious[1]
     assert first.events == again.events and kinds(first)["trainer_lost"] >= 1
+
+
+SLOW = Costs(gradient_token_s=0.05, trainer_start_s=0.2)  # a step's gradients take longer than its calls
+
+
+@pytest.fixture(scope="module")
+def calm() -> tuple[Simulated, MemoryStore]:
+    """What the runs below must come to."""
+    store = MemoryStore(keep_steps=10)
+    return run(trainers=None, store=store, costs=SLOW, steps=3, num_tasks=10), store
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))]
+)
+def test_a_trainer_that_is_killed_again_in_its_replay_makes_the_same_versions(
+    calm: tuple[Simulated, MemoryStore], seed: int
+) -> None:
+    """Kills come in pairs, the second while the first one's gradients are taken again; or a start fails."""
+    rng, until_s = random.Random(seed), calm[0].virtual_s
+    kills = {
+        f"trainer/{name}": (first := rng.uniform(0, until_s), first + rng.uniform(0.3, 6))
+        for name in NAMES[:5]
+    } | {f"trainer/{name}": (rng.uniform(0, until_s),) for name in NAMES[5:]}
+    starts = {f"trainer/{name}": (rng.randrange(2, 5),) for name in NAMES[5:]}
+    store = MemoryStore(keep_steps=10)
+    faults = Faults(trainer_kills=kills, trainer_no_starts=starts)
+    harmed = run(
+        trainers=rng.choice([4, None]), faults=faults, store=store, costs=SLOW, steps=3, num_tasks=10
+    )
+    assert (harmed.state, harmed.failure) == ("finished", None)
+    assert updates(store) == updates(calm[1]) and digests(store) == digests(calm[1])
+    assert kinds(harmed)["trainer_lost"] >= 5
+
+
+def test_a_kill_after_the_publish_replaces_the_version_that_satellites_had_a_part_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The replay sums in another order, so its version has another digest than the finished one."""
+    slow, killed = Costs(gradient_token_s=0.3), set()
+
+    class DiesInSave(ModelledTrainer):
+        async def save(self, *, state_path: str) -> None:
+            if not state_path.startswith("shelf/") and self._plan.policy not in killed:
+                killed.add(self._plan.policy)
+                self.die()
+            await super().save(state_path=state_path)
+
+    def versions(steps: int) -> tuple[Simulated, MemoryStore]:
+        store = MemoryStore(keep_steps=10)
+        return run(trainers=24, replicas=3, store=store, costs=slow, steps=steps), store
+
+    _, whole = versions(2)
+    monkeypatch.setattr(backend, "ModelledTrainer", DiesInSave)
+    harmed, store = versions(2)
+    assert (harmed.state, harmed.failure) == ("finished", None)
+    assert updates(store) == updates(whole) and kinds(harmed)["trainer_lost"] == len(killed) == 8
+    replaced = [key for key, digest in digests(store).items() if digests(whole)[key] != digest]
+    assert replaced, "satellites had a part"
 
 
 def test_satellites_take_their_share_and_a_dying_one_costs_nothing(

@@ -7,18 +7,21 @@ import multiprocessing
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megloom.compute.state import staging
+from megloom.compute.state import staging, weights
+from megloom.compute.state.exporting import export_version
 from megloom.compute.state.staging import (
     CorruptVersion,
     default_scratch,
     full_folder,
     newest_intact_anchor,
+    stage_whole,
     usable_folder,
 )
 from megloom.compute.state.weights import (
@@ -29,11 +32,13 @@ from megloom.compute.state.weights import (
     WeightManifest,
     WeightsError,
     file_digest,
+    put_version,
     read_manifest,
     repair_version,
     version_dir,
 )
-from tests.compute.state.weight_versions import arrays, line, moved, put, put_line, spoil, writing
+from megloom.compute.workload import Publishing
+from tests.compute.state.weight_versions import Arrays, arrays, line, moved, put, put_line, spoil, writing
 
 
 @pytest.fixture
@@ -191,6 +196,63 @@ def test_a_corrupt_version_is_repaired_by_a_trainer_that_holds_its_weights(
     assert (repaired.version, repaired.parent_version) == (2, 1)
     assert full_folder(version, scratch) == version
     assert put(tmp_path / "w", 3, moved(tensors[2], 9), dtype="bfloat16").base_version == 2
+
+
+def with_adapter(tensors: Arrays) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        writing(tensors)(directory)
+        (directory / "adapter").mkdir()
+        (directory / "adapter" / "adapter_config.json").write_text("{}")
+
+    return write
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["left by the writer", "rebuilt"])
+def test_a_folder_in_a_version_goes_along(tmp_path: Path, scratch: Path, staged: bool) -> None:
+    folder, tensors = tmp_path / "w", line(2)
+    put(folder, 0, tensors[0])
+
+    def stage(target: Path, manifest: WeightManifest, source: Path) -> None:
+        stage_whole(target, manifest, source, scratch)
+
+    manifest = put_version(
+        folder,
+        1,
+        policy="solver",
+        parent_version=0,
+        write=with_adapter(tensors[1]),
+        publishing=Publishing(anchor_every=4),
+        stage=stage if staged else None,
+    )
+    assert not manifest.is_whole
+    whole = full_folder(version_dir(folder, 1), scratch)
+    assert (whole / "adapter" / "adapter_config.json").read_text() == "{}"
+    size_bytes = export_version(whole, tmp_path / "out")
+    assert (tmp_path / "out" / "adapter" / "adapter_config.json").is_file()
+    assert size_bytes == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+
+
+def test_the_files_of_a_folder_in_a_version_are_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[str] = set()
+
+    def sync(path: Path) -> None:
+        assert not (tmp_path / "v000000" / DONE_FILE).exists()
+        flushed.add(path.name)
+
+    monkeypatch.setattr(weights, "sync", sync)
+    put_version(tmp_path, 0, policy="solver", parent_version=None, write=with_adapter(arrays()))
+    assert {MODEL_FILE, MANIFEST_FILE, "adapter", "adapter_config.json"} <= flushed
+
+
+def test_a_repair_brings_a_folder_in_a_version_along(tmp_path: Path) -> None:
+    put_version(tmp_path, 0, policy="solver", parent_version=None, write=with_adapter(arrays()))
+    shutil.rmtree(tmp_path / "v000000" / "adapter")
+    spoil(tmp_path / "v000000" / MODEL_FILE)
+    repair_version(tmp_path / "v000000", with_adapter(arrays()))
+    assert read_manifest(tmp_path / "v000000")  # with its digest checked
+    assert (tmp_path / "v000000" / "adapter" / "adapter_config.json").is_file()
 
 
 def test_versions_of_schema_1_still_open(tmp_path: Path, scratch: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_pruning_that_is_killed_anywhere_leaves_what_can_be_rebuilt(prepared: 
 
 
 def test_a_repair_that_is_killed_anywhere_may_be_done_again(prepared: Path, tmp_path: Path) -> None:
-    """In between the version may be gone for readers, never other weights."""
+    """The version is there all the time: damaged or mended, never gone and never with other weights."""
     weights, scratch = line(4)[3], tmp_path / "scratch"
     digest = read_manifest(version_dir(prepared, 3)).digest
     spoil(version_dir(prepared, 3) / DELTA_FILE, 30)
@@ -106,11 +106,31 @@ def test_a_repair_that_is_killed_anywhere_may_be_done_again(prepared: Path, tmp_
     def mend(folder: Path) -> None:
         repair_version(version_dir(folder, 3), writing(weights))
 
+    outcomes = set()
     for folder in kills(mend, prepared, tmp_path):
         try:
             assert file_digest(full_folder(version_dir(folder, 3), scratch) / MODEL_FILE) == digest
-        except FileNotFoundError:
-            assert put(folder, 3, weights).digest == digest
+            outcomes.add("mended")
         except WeightsError:
-            mend(folder)
+            outcomes.add("damaged")
+        mend(folder)
         assert intact(folder, scratch)[3] == digest
+        assert not (version_dir(folder, 3) / DELTA_FILE).exists()
+    assert outcomes == {"mended", "damaged"}
+
+
+def test_a_repair_of_an_anchor_that_is_killed_anywhere_may_be_done_again(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """Deltas of the anchor can be rebuilt again as well."""
+    weights, scratch = line(4)[2], tmp_path / "scratch"
+    before = {version: read_manifest(version_dir(prepared, version)).digest for version in range(4)}
+    spoil(version_dir(prepared, 2) / MODEL_FILE)
+
+    def mend(folder: Path) -> None:
+        repair_version(version_dir(folder, 2), writing(weights))
+
+    for folder in kills(mend, prepared, tmp_path):
+        assert complete_versions(folder) == [0, 1, 2, 3]
+        mend(folder)
+        assert intact(folder, scratch) == before

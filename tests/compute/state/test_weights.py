@@ -148,6 +148,15 @@ def test_states_other_than_the_committed_one_are_discarded(tmp_path: Path) -> No
     assert discard_states(tmp_path / "absent", keep=None) == []
 
 
+def test_a_state_is_kept_by_its_name_after_the_home_was_moved(tmp_path: Path) -> None:
+    states = tmp_path / "moved" / "states"
+    states.mkdir(parents=True)
+    for name in ("s000001", "s000002"):
+        (states / name).write_bytes(b"state")
+    assert discard_states(states, keep=["/before/states/s000002"]) == ["s000001"]
+    assert [path.name for path in states.iterdir()] == ["s000002"]
+
+
 def test_a_negative_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="version -1"):
         version_dir(tmp_path, -1)

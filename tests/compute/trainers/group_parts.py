@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megloom.compute.scheduling.trainer_cells import Rules, TrainerCell
+from megloom.compute.simulation.clock import run_virtual
 from megloom.compute.trainers.cells import TrainerCells
 from megloom.compute.trainers.group import TrainingGroup
 from megloom.compute.trainers.protocol import (
@@ -31,25 +32,37 @@ QUICK = Rules(settle_s=0.0, turn_s=0.0, payback=0.0)  # who waits gets the cell 
 
 @dataclass(kw_only=True)
 class Starter:
-    """Starts replicas as if they were processes. `before(name, verb)` runs first and may kill."""
+    """Starts replicas as if they were processes. `before(name, verb)` runs first and may kill.
+
+    `slow` are verbs, "start" and "stop" too, that take so many turns of the loop; `hangs` never answer.
+    """
 
     before: Callable[[str, str], Any] = lambda name, verb: None
+    slow: dict[tuple[str, str], int] = field(default_factory=dict)
+    hangs: set[tuple[str, str]] = field(default_factory=set)
     running: dict[str, ReplicaProcess] = field(default_factory=dict)
     num_started: Counter[str] = field(default_factory=Counter)
     max_running: int = 0
 
     async def start_trainer(self, name: str, plan: TrainerPlan) -> ReplicaProcess:
         assert name not in self.running
-        await asyncio.sleep(0)
+        await self.spend(name, "start")
         self.running[name] = ReplicaProcess(self, name, plan)
         self.num_started[name] += 1
         self.max_running = max(self.max_running, len(self.running))
         return self.running[name]
 
     async def stop(self, name: str) -> None:
-        await asyncio.sleep(0)
+        await self.spend(name, "stop")
         if (process := self.running.pop(name, None)) is not None:
             process.is_dead = True
+
+    async def spend(self, name: str, verb: str) -> None:
+        """Others move while a process computes."""
+        for _ in range(self.slow.get((name, verb), 1)):
+            await asyncio.sleep(0)
+        if (name, verb) in self.hangs:
+            await asyncio.Event().wait()
 
     def kill(self, name: str) -> None:
         """What SIGKILL does: whoever calls it next, or waits for it now, finds it gone."""
@@ -104,7 +117,7 @@ class ReplicaProcess:
 
     async def _do(self, verb: str, call: Callable[[], Any]) -> Any:
         self._alive(verb)
-        await asyncio.sleep(0)  # others move while a process computes
+        await self._starter.spend(self._name, verb)
         self._starter.before(self._name, verb)
         self._alive(verb)
         result = call()
@@ -129,11 +142,11 @@ class Stage:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, plan: TrainerPlan, **options: Any) -> TrainingGroup:
+        options.setdefault("shelf", FolderShelf(self.folder / "shelf"))
         group = TrainingGroup(
             plan,
             cells=self.cells,
             starter=self.starter,
-            shelf=FolderShelf(self.folder / "shelf"),
             tasks=self.tasks,
             clock=asyncio.get_running_loop().time,
             tell=lambda kind, **fields: self.told.append((kind, fields)),
@@ -169,10 +182,12 @@ async def stage(
 
 
 def on_stage(folder: Path, work: Callable[[Stage], Awaitable[None]], **options: Any) -> None:
-    """Runs `work` on a stage of its own loop."""
+    """Runs `work` on a stage of its own loop, in virtual time: nobody waits for a deadline, none is met by a
+    slow machine.
+    """
 
     async def main() -> None:
         async with asyncio.timeout(100), stage(folder, **options) as made:
             await work(made)
 
-    asyncio.run(main())
+    run_virtual(main())

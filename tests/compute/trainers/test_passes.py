@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megloom.compute.trainers.heads import read_out
 from megloom.compute.trainers.model import load_model, write_model
-from megloom.compute.trainers.passes import Part, check_row, collate, cut, token_logprobs
+from megloom.compute.trainers.passes import Part, check_row, collate, cut
 from megloom.compute.trainers.protocol import TrainerError, TrainingRow
 from megloom.compute.trainers.tree import num_needed
 
@@ -41,7 +42,7 @@ def test_logprobs_equal_a_full_forward_of_each_row_alone(network: Any) -> None:
     rows = [*ragged_rows(12), row(50, temperature=0.7), row(51, temperature=1.6, num_prompt=17)]
     for part in [*cut(rows, 200), *cut(rows, 200, packing=False)]:
         with torch.no_grad():
-            ours = token_logprobs(network, collate(part, CPU)).tolist()
+            ours = read_out(network, collate(part, CPU)).logprobs_N.tolist()
         expected = [value for one in part.rows for value in full_logprobs(network, one)]
         assert ours == pytest.approx(expected, abs=2e-5)
 
@@ -50,7 +51,7 @@ def test_a_mask_with_holes_picks_exactly_its_tokens(network: Any) -> None:
     mask = np.array([0, 1, 0, 1, 1, 0, 0], np.uint8)
     holed = row(1, loss_mask=mask)
     part = collate([holed, row(2, num_sampled=9)], CPU)
-    ours = token_logprobs(network, part).tolist()[:3]
+    ours = read_out(network, part).logprobs_N.tolist()[:3]
     assert ours == pytest.approx(full_logprobs(network, holed), abs=2e-5)
     assert [part.sample_of(i) for i in (0, 2, 3)] == ["sample-1", "sample-1", "sample-2"]
 
@@ -66,7 +67,7 @@ def test_packed_rows_see_nothing_of_each_other(network: Any) -> None:
         part = collate(Part(rows=tuple(these), shared=(0,) * 9), CPU)
         assert part.token_ids_BT.shape == (1, sum(num_needed(one) for one in rows))
         with torch.no_grad():
-            found.extend(token_logprobs(network, part)[part.rows_N == number] for number in range(9))
+            found.extend(read_out(network, part).logprobs_N[part.rows_N == number] for number in range(9))
     assert [torch.equal(one, other) for one, other in zip(ours, others, strict=True)] == [
         number != 4 for number in range(9)
     ]
@@ -112,7 +113,7 @@ def test_tokens_behind_the_last_trainable_one_do_not_go_through_the_model(networ
     mask = np.array([0, 0, 1, 0, 0, 0, 0], np.uint8)
     part = collate([row(1, loss_mask=mask)], CPU)
     assert part.token_ids_BT.shape == (1, 2)
-    assert token_logprobs(network, part).tolist() == pytest.approx(
+    assert read_out(network, part).logprobs_N.tolist() == pytest.approx(
         full_logprobs(network, row(1, loss_mask=mask)), abs=2e-5
     )
 
@@ -121,7 +122,7 @@ def test_the_output_layer_sees_the_trainable_tokens_alone(network: Any) -> None:
     shapes: list[Any] = []
     network.get_output_embeddings().register_forward_hook(lambda *seen: shapes.append(seen[2].shape))
     part = collate([row(1, num_prompt=90), row(2)], CPU)
-    token_logprobs(network, part)
+    read_out(network, part)
     assert shapes == [(6, VOCAB_SIZE)]
 
 
@@ -150,7 +151,7 @@ def test_rows_of_a_pass_have_the_same_columns() -> None:
 
 def test_a_pass_of_no_rows_costs_nothing_and_reaches_every_parameter(network: Any) -> None:
     part = collate(Part(rows=()), CPU)
-    logprobs_N = token_logprobs(network, part)
+    logprobs_N = read_out(network, part).logprobs_N
     assert (len(logprobs_N), part.num_computed) == (0, 1)
     logprobs_N.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in network.parameters())

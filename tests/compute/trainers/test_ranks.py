@@ -153,6 +153,11 @@ class FakeRank:
     async def forward(self, batch: Any, wants: Any) -> Any:
         return await self._answer(batch)
 
+    async def anything(self, **arguments: Any) -> Any:
+        return await self._answer(arguments)
+
+    export_gradients = add_gradients = optim_step = publish = save = anything
+
     async def close(self) -> None:
         self.is_closed = True
 
@@ -203,6 +208,42 @@ def test_ranks_that_wait_on_after_a_failure_are_lost_too() -> None:
 def test_a_failure_of_one_rank_alone_is_an_error_and_they_live_on() -> None:
     error, closed = outcome(raising(TrainerError("no space left")), fine)
     assert not isinstance(error, TrainerLost) and closed == [False, False]
+
+
+VERBS: list[tuple[str, dict[str, Any]]] = [
+    ("export_gradients", {"path": "p"}),
+    ("add_gradients", {"path": "p"}),
+    ("optim_step", {"scale": 1.0}),
+    ("publish", {"weights_dir": "w", "version": 1}),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments"), VERBS, ids=[verb for verb, _ in VERBS])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_of_which_only_some_made_a_change_are_lost(
+    verb: str, arguments: dict[str, Any], failing: int
+) -> None:
+    answers: list[Callable[[Any], Awaitable[Any]]] = [fine, fine]
+    answers[failing] = raising(TrainerError("no space left"))
+    ranks: list[Any] = [FakeRank(answer) for answer in answers]
+    with pytest.raises(TrainerLost, match=f"rank {failing}: no space left; 1 other ranks went on"):
+        asyncio.run(getattr(RankedTrainer("solver", ranks), verb)(**arguments))
+    assert all(rank.is_closed for rank in ranks)
+
+
+@pytest.mark.parametrize(("verb", "arguments"), VERBS, ids=[verb for verb, _ in VERBS])
+def test_a_change_that_failed_on_all_ranks_leaves_them_alike(verb: str, arguments: dict[str, Any]) -> None:
+    ranks: list[Any] = [FakeRank(raising(TrainerError("gradient norm inf"))) for _ in range(2)]
+    with pytest.raises(TrainerError, match="rank 0: gradient norm inf") as info:
+        asyncio.run(getattr(RankedTrainer("solver", ranks), verb)(**arguments))
+    assert not isinstance(info.value, TrainerLost) and not any(rank.is_closed for rank in ranks)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_ranks_as_they_were() -> None:
+    ranks: list[Any] = [FakeRank(raising(TrainerError("no space left"))), FakeRank(fine)]
+    with pytest.raises(TrainerError, match="rank 0: no space left") as info:
+        asyncio.run(RankedTrainer("solver", ranks).save(state_path="s"))
+    assert not isinstance(info.value, TrainerLost) and not any(rank.is_closed for rank in ranks)
 
 
 def test_columns_come_back_in_the_order_of_the_rows() -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megloom.compute.trainers.forest import lay_out
 from megloom.compute.trainers.forest_attention import LineAttention, flex_mask, use_forest_attention
+from megloom.compute.trainers.heads import read_out
 from megloom.compute.trainers.model import load_model, write_model
-from megloom.compute.trainers.passes import Budget, Part, collate, cut, token_logprobs
+from megloom.compute.trainers.passes import Budget, Part, collate, cut
 from megloom.compute.trainers.protocol import TrainerError, TrainingRow
 from megloom.compute.trainers.tree import Tree, find_trees, num_needed, split
 
@@ -73,7 +74,7 @@ def result(network: Any, parts: Sequence[Part]) -> tuple[dict[str, Tensor], dict
     logprobs: dict[str, Tensor] = {}
     for part in parts:
         made = collate(part, CPU)
-        logprobs_N = token_logprobs(network, made)
+        logprobs_N = read_out(network, made).logprobs_N
         (logprobs_N * made.advantages_N * made.weights_N).sum().backward()
         for number, sample_id in enumerate(made.sample_ids):
             logprobs[sample_id] = logprobs_N.detach()[made.rows_N == number]
@@ -239,7 +240,7 @@ def test_the_mask_for_flex_attention_is_the_same(network: Any) -> None:
     line = lay_out([num_needed(one) for one in rows], (0, 12, 12, 0))
     by_flex = replace(made, attention=LineAttention(flex=flex_mask(line, CPU, compiles=False)))
     with torch.no_grad():
-        ours, theirs = token_logprobs(network, made), token_logprobs(network, by_flex)
+        ours, theirs = read_out(network, made).logprobs_N, read_out(network, by_flex).logprobs_N
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -263,7 +264,7 @@ def test_on_a_gpu_trees_give_the_gradients_of_their_rows_apart(
     try:
         network.zero_grad()
         made = collate(cut(rows, 4096, min_saved=0.0)[0], torch.device("cuda"))
-        logprobs_N = token_logprobs(network, made)
+        logprobs_N = read_out(network, made).logprobs_N
         (logprobs_N * made.advantages_N * made.weights_N).sum().backward()
         for number, sample_id in enumerate(made.sample_ids):
             found = logprobs_N.detach()[made.rows_N == number].cpu()
