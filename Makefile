@@ -18,7 +18,7 @@ test: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-full: $(VENV)/.dev $(DAGSTER_HOME)
-	$(BIN)/python -m pytest -m slow --timeout 900
+	$(BIN)/python -m pytest -m slow --timeout 900 --numprocesses 2 --dist worksteal
 
 # The engine contract and one training step against real SGLang on a CPU, in an environment of its own (2.7 GB).
 # Where it cannot be installed the tests are skipped and say why; docs/sglang.md says what differs.
