@@ -135,10 +135,11 @@ def test_idle_trainers_leave_and_come_back(spacious: tuple[Simulated, list[Any]]
 def test_random_deaths_of_trainers_cost_time_and_nothing_else(
     spacious: tuple[Simulated, list[Any]], seed: int
 ) -> None:
+    """Two deaths of each trainer at most: three in one verb are a bug by rule, and end the session."""
     rng = random.Random(seed)
     kills = {
-        f"trainer/{name}": tuple(sorted(rng.uniform(0, 2 * spacious[0].virtual_s) for _ in range(4)))
-        for name in rng.sample(NAMES, 5)
+        f"trainer/{name}": tuple(sorted(rng.uniform(0, 2 * spacious[0].virtual_s) for _ in range(2)))
+        for name in NAMES[1:]
     }
     cells = rng.choice([1, 2, 3, None])
     faults = Faults(trainer_kills=kills, trainer_deaths={"trainer/p0": rng.randrange(1, 20)})
