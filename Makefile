@@ -40,7 +40,7 @@ soak: $(VENV)/.dev
 
 # The property tests of the graph's two views, and hostile requests against every route of the gateway, with 50
 # times the examples of `make test`: each test ends after 5,000 examples, and schemathesis draws bodies for five
-# minutes. All of it takes about 20 minutes.
+# minutes. The whole has not been timed.
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -m '' tests/compute/graph tests/fuzz
 
