@@ -44,6 +44,7 @@ class GrowingAnswer:
         self._spans: list[tuple[int, int, int]] = []
         self._base = 0  # how many tokens earlier requests have sampled
         self._num_cached: int | None = None
+        self._unspelled: list[int] = []  # shown, their text not yet asked for
         self._text: list[str] = []
         self._num_read = 0  # texts that the parser has seen
         self._deltas: list[Delta] = []
@@ -67,6 +68,7 @@ class GrowingAnswer:
     @property
     def text(self) -> str:
         """The text until now, markers of tool calls and thinking included."""
+        self._spell()
         return "".join(self._text)
 
     @property
@@ -95,7 +97,7 @@ class GrowingAnswer:
         shown = [token_id for token_id in sampled.token_ids if token_id not in self._stop_token_ids]
         if self._stops is None:
             self._keep(sampled, len(sampled.token_ids))
-            self._text.append(self._detokenizer.feed(shown))
+            self._unspelled += shown  # several pieces are decoded in one
             return
         for position, token_id in enumerate(shown, start=1):
             self._text.append(self._stops.feed(self._detokenizer.feed((token_id,))))
@@ -110,6 +112,7 @@ class GrowingAnswer:
 
     def finish(self) -> list[Delta]:
         """No more tokens come: the deltas that were held back, and all tokens that none has told."""
+        self._spell()
         rest = self._detokenizer.finish()
         if self._stops is not None and self._stops.found is None:
             rest = self._stops.feed(rest)
@@ -143,7 +146,13 @@ class GrowingAnswer:
             version_spans=sampled.version_spans,
         )
 
+    def _spell(self) -> None:
+        if self._unspelled:
+            self._text.append(self._detokenizer.feed(self._unspelled))
+            self._unspelled = []
+
     def _unread(self) -> str:
+        self._spell()
         unread = "".join(self._text[self._num_read :])
         self._num_read = len(self._text)
         return unread

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from megloom.compute.gateway.protocol import (
     StreamingEngine,
 )
 from megloom.compute.gateway.sampling import Sampler
-from megloom.compute.gateway.streams import STALL_TIMEOUT_S, SentStream
+from megloom.compute.gateway.streams import STALL_TIMEOUT_S, SentStream, StreamWatch
 from megloom.compute.gateway.template import ChatTemplate
 from megloom.compute.rollout.chat import Chat
 from megloom.compute.rollout.protocol import Endpoint
@@ -74,7 +74,8 @@ class GatewayApp:
         offload: Offload | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        self._clock, self._base_url, self._stall_timeout_s = clock, base_url, stall_timeout_s
+        self._clock, self._base_url = clock, base_url
+        self._streams = StreamWatch(stall_timeout_s=stall_timeout_s)
         self._offload = offload or ThreadOffload("gateway")
         self._templates: dict[str, ChatTemplate] = {}
         self.episodes = Episodes()
@@ -129,14 +130,11 @@ class GatewayApp:
                 token_text=lambda token_id: template.decode_all((token_id,)),
             )
             if call.stream:
-                exchange.stream = stream = SentStream(
-                    asked.stream(head),
-                    exchange.send,
-                    stall_timeout_s=self._stall_timeout_s,
-                    timers=asyncio.get_running_loop(),
-                )
-                with stream.lifetime():
+                exchange.stream = stream = self._streams.open(asked.stream(head), exchange.send, live.stop)
+                try:
                     await stream.close(await self._calls.run(live, prepared, stream))
+                finally:
+                    self._streams.close(stream)
             else:
                 replies = await self._calls.run(live, prepared, None)
                 await exchange.answer(asked.render(head, replies))
@@ -190,8 +188,7 @@ class _Exchange:
         if failure.kind is ErrorKind.CLIENT_GONE:
             return
         if self.stream is not None and self.stream.is_open:
-            with suppress(CallError):  # the client has gone meanwhile
-                await self.stream.fail(failure)
+            await self.stream.fail(failure)
         else:
             await send_error(self.send, below, failure)
 
@@ -209,24 +206,29 @@ class _Endpoint:
             error = CallError(ErrorKind.WRONG_METHOD, message, allowed=self._method)
             await send_error(send, below, error)
             return
-        episode: Episode = scope[EPISODE]
-        with episode.request() as live:
+        with scope[EPISODE].request() as live:
             exchange = _Exchange(live=live, scope=scope, receive=receive, send=send)
-            try:
-                await self._handler(exchange)
-                return
-            except CallError as error:
-                failure = error
-            except asyncio.CancelledError:
-                if live.cause is None:
-                    raise
-                live.take_back()
-                failure = live.cause
-            # The boundary of HTTP: whatever breaks, the client gets an answer and the log the rest.
-            except Exception:
-                log.exception("episode=%s path=%s failed", episode.admission.episode_id, below)
-                failure = CallError(ErrorKind.INTERNAL, "the gateway failed; its log says how")
-        await exchange.fail(below, failure)
+            failure = await self._handle(exchange, below)
+        if failure is not None:
+            await exchange.fail(below, failure)
+
+    async def _handle(self, exchange: _Exchange, below: str) -> CallError | None:
+        """Answers; returns why it could not."""
+        live = exchange.live
+        try:
+            await self._handler(exchange)
+        except CallError as error:
+            return error
+        except asyncio.CancelledError:
+            if live.cause is None:
+                raise
+            live.take_back()
+            return live.cause
+        # The boundary of HTTP: whatever breaks, the client gets an answer and the log the rest.
+        except Exception:
+            log.exception("episode=%s path=%s failed", live.episode.admission.episode_id, below)
+            return CallError(ErrorKind.INTERNAL, "the gateway failed; its log says how")
+        return None
 
 
 async def _unknown_route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megloom.compute.gateway.dialects.errors import CallError, ErrorKind, invalid
 from megloom.compute.gateway.protocol import Delta, Reply
-from megloom.compute.gateway.streams import GATHER_S, SentStream
+from megloom.compute.gateway.streams import GATHER_S, HOLD_S, LOOK_S, SentStream, StreamWatch, Timers
 
 REPLY = Reply(
     invocation_id="i",
@@ -47,25 +47,23 @@ class ManualTimers:
     """A clock that stands still, and timers that fire when it passes them."""
 
     def __init__(self) -> None:
-        self.now = 100.0
-        self.handles: list[asyncio.TimerHandle] = []
+        self.now = 0.0
+        self.waiting: list[asyncio.TimerHandle] = []
 
     def time(self) -> float:
         return self.now
 
-    def call_later(self, delay: float, callback: Callable[[], None], /) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(self.now + delay, callback, (), asyncio.get_running_loop())
-        self.handles.append(handle)
+    def call_later(
+        self, delay: float, callback: Callable[[Timers], None], timers: Timers, /
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(self.now + delay, callback, (timers,), asyncio.get_running_loop())
+        self.waiting.append(handle)
         return handle
-
-    @property
-    def waiting(self) -> list[asyncio.TimerHandle]:
-        return [handle for handle in self.handles if not handle.cancelled()]
 
     async def pass_s(self, seconds: float) -> None:
         self.now += seconds
         for handle in [handle for handle in self.waiting if handle.when() <= self.now]:
-            self.handles.remove(handle)
+            self.waiting.remove(handle)
             handle._run()
         for _ in range(4):  # what a timer has started gets its turns
             await asyncio.sleep(0)
@@ -79,6 +77,7 @@ class Client:
         self.writes: list[bytes] = []
         self.is_ended = False
         self.resumed = asyncio.Event()
+        self.stopped: list[CallError] = []
         self._hangs_at = hangs_at
 
     async def send(self, message: Any) -> None:
@@ -92,7 +91,8 @@ class Client:
         self.is_ended = not message["more_body"]
 
     def stream(self, stall_timeout_s: float = 30.0) -> SentStream:
-        return SentStream(PlainEvents(), self.send, stall_timeout_s=stall_timeout_s, timers=self.timers)
+        self.watch = StreamWatch(stall_timeout_s=stall_timeout_s, timers=self.timers)
+        return self.watch.open(PlainEvents(), self.send, self.stopped.append)
 
 
 class Answer:
@@ -122,26 +122,25 @@ def test_deltas_that_follow_at_once_go_out_with_the_next_write() -> None:
         await stream.end(0, REPLY)
         await stream.close([REPLY])
         assert client.writes == [b"<a", b"bcde", b"f.>"] and client.is_ended
-        assert client.timers.waiting == []
 
     asyncio.run(scenario())
 
 
-def test_a_held_delta_goes_out_by_itself_within_the_gathering_time() -> None:
+def test_a_held_delta_goes_out_by_itself() -> None:
     async def scenario() -> None:
         client, answer = Client(), Answer()
         stream = client.stream()
-        for text in ("a", "b"):
-            answer.text = text
+        for letter in "abc":
+            answer.text += letter
             await stream.grow(0, answer.deltas)
             await client.timers.pass_s(GATHER_S / 4)
-        answer.text += "c"
-        await stream.grow(0, answer.deltas)
-        assert client.writes == [b"<a"] and len(client.timers.waiting) == 1
-        await client.timers.pass_s(GATHER_S / 2)  # since the write, not since the last delta
-        assert client.writes == [b"<a", b"bc"] and client.timers.waiting == []
+        await client.timers.pass_s(LOOK_S)
+        assert client.writes == [b"<a"]
+        await client.timers.pass_s(HOLD_S - LOOK_S)  # since the write, not since the last delta
+        assert client.writes == [b"<a", b"bc"]
         await stream.add(0, [Delta(text="d")])  # also what is told, not asked for
-        await client.timers.pass_s(GATHER_S)
+        for _ in range(3):
+            await client.timers.pass_s(LOOK_S)
         assert client.writes == [b"<a", b"bc", b"d"]
 
     asyncio.run(scenario())
@@ -152,25 +151,30 @@ def test_the_end_of_a_choice_does_not_wait_for_the_other_choices() -> None:
         client = Client()
         stream = client.stream()
         await stream.add(0, [Delta(text="a")])
-        client.timers.now += 1.0
         await stream.end(0, REPLY)
         assert client.writes == [b"<a"]  # the close of an only choice would be in the same write
-        await client.timers.pass_s(GATHER_S)
+        await client.timers.pass_s(HOLD_S)
         assert client.writes == [b"<a", b"."]
 
     asyncio.run(scenario())
 
 
-def test_no_timer_outlives_its_stream() -> None:
+def test_one_timer_looks_at_all_streams_and_none_outlives_them() -> None:
     async def scenario() -> None:
         client, answer = Client(), Answer()
         stream = client.stream()
-        with pytest.raises(asyncio.CancelledError), stream.lifetime():
-            for answer.text in ("a", "b"):
-                await stream.grow(0, answer.deltas)
-            assert len(client.timers.waiting) == 1
-            raise asyncio.CancelledError  # its client went away
-        assert client.timers.waiting == [] and client.writes == [b"<a"]
+        others = [client.watch.open(PlainEvents(), client.send, client.stopped.append) for _ in range(3)]
+        for answer.text in ("a", "b"):
+            await stream.grow(0, answer.deltas)
+        assert len(client.timers.waiting) == 1
+        await client.timers.pass_s(LOOK_S)
+        assert len(client.timers.waiting) == 1
+        for closed in (stream, *others):
+            client.watch.close(closed)
+        await client.timers.pass_s(HOLD_S)
+        assert client.timers.waiting == [] and client.writes == [b"<a"]  # nobody would read the rest
+        client.watch.open(PlainEvents(), client.send, client.stopped.append)
+        assert len(client.timers.waiting) == 1
 
     asyncio.run(scenario())
 
@@ -181,9 +185,9 @@ def test_a_write_waits_for_the_flush_before_it() -> None:
         stream = client.stream()
         for answer.text in ("a", "b"):
             await stream.grow(0, answer.deltas)
-        await client.timers.pass_s(GATHER_S)  # the flush hangs in the client
+        await client.timers.pass_s(HOLD_S)  # the flush hangs in the client
         closing = asyncio.ensure_future(stream.close([REPLY]))
-        await client.timers.pass_s(GATHER_S)
+        await client.timers.pass_s(HOLD_S)
         assert client.writes == [b"<a"] and not closing.done()
         client.resumed.set()
         await closing
@@ -198,30 +202,57 @@ def test_nothing_follows_the_last_event_though_a_flush_was_about_to_begin() -> N
         stream = client.stream()
         for answer.text in ("a", "b"):
             await stream.grow(0, answer.deltas)
-        client.timers.waiting[0]._run()
-        await stream.fail(invalid("why"))
+        client.timers.now += HOLD_S
+        stream.look()
+        await stream.close([REPLY])
         assert stream._flushing is not None
         await stream._flushing
-        assert client.writes == [b"<a", b"!"] and client.is_ended
+        assert client.writes == [b"<a", b">"] and client.is_ended
 
     asyncio.run(scenario())
 
 
-def test_a_client_that_does_not_take_a_flush_is_gone_for_the_next_write() -> None:
+@pytest.mark.parametrize("is_flush", [True, False])
+def test_a_client_that_does_not_take_a_write_stops_its_call_once(is_flush: bool) -> None:
     async def scenario() -> None:
-        client, answer = Client(hangs_at=1), Answer()
-        stream = client.stream(stall_timeout_s=0.05)
-        for answer.text in ("a", "b"):
-            await stream.grow(0, answer.deltas)
-        await client.timers.pass_s(GATHER_S)
-        assert stream._flushing is not None
-        await asyncio.wait([stream._flushing])
-        answer.text = "c"
-        client.timers.now += 1.0
-        client.resumed.set()
-        with pytest.raises(CallError, match="client read nothing for 0.05 s") as caught:
-            await stream.grow(0, answer.deltas)
-        assert caught.value.kind is ErrorKind.CLIENT_GONE
+        client = Client(hangs_at=1 if is_flush else 0)
+        stream = client.stream(stall_timeout_s=30.0)
+        writing = asyncio.ensure_future(stream.add(0, [Delta(text="a")]))
+        await client.timers.pass_s(0.0)
+        if is_flush:
+            await stream.add(0, [Delta(text="b")])
+            await client.timers.pass_s(HOLD_S)
+            assert stream._flushing is not None
+        await client.timers.pass_s(29.9)
+        assert not client.stopped
+        await client.timers.pass_s(0.2)
+        for _ in range(3):
+            await client.timers.pass_s(LOOK_S)
+        (error,) = client.stopped
+        assert (error.kind, str(error)) == (ErrorKind.CLIENT_GONE, "client read nothing for 30 s")
+        if is_flush:
+            assert stream._flushing.cancelled()
+        writing.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_flushing", [True, False])
+def test_an_error_that_the_client_does_not_read_is_given_up(is_flushing: bool) -> None:
+    async def scenario() -> None:
+        client = Client(hangs_at=1)
+        stream = client.stream(stall_timeout_s=0.01)
+        await stream.add(0, [Delta(text="a")])
+        if is_flushing:
+            await stream.add(0, [Delta(text="b")])
+            client.timers.now += HOLD_S
+            stream.look()
+            await asyncio.sleep(0)
+        client.watch.close(stream)
+        await stream.fail(invalid("why"))
+        await asyncio.sleep(0)
+        assert client.writes == [b"<a"] and not client.stopped
+        assert stream._flushing is None or stream._flushing.cancelled()
 
     asyncio.run(scenario())
 
@@ -246,15 +277,5 @@ def test_what_was_held_goes_out_before_the_error_that_breaks_an_answer_off() -> 
             await stream.add(0, [Delta(text=text)])
         await stream.fail(invalid("why"))
         assert client.writes == [b"<a", b"b!"] and client.is_ended
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_does_not_take_a_write_is_gone() -> None:
-    async def scenario() -> None:
-        stream = Client(hangs_at=0).stream(stall_timeout_s=0.0)
-        with pytest.raises(CallError, match="client read nothing for 0 s") as caught:
-            await stream.add(0, [Delta(text="a")])
-        assert caught.value.kind is ErrorKind.CLIENT_GONE
 
     asyncio.run(scenario())
