@@ -2,8 +2,9 @@
 
 Cells go out in the order of asking, so nobody is passed over; a choice among free cells prefers the one that
 the policy had last, then another on the same node, where its state lies. Who waits for a cell takes it from,
-in this order: a satellite, the core that is idle for longest, the core that is over its turn. A turn pays
-back its switch. So the n-th in line waits for at most n turns, however much work the others have.
+in this order: a satellite that rests, another satellite, the core that is idle for longest, the core that is
+over its turn. A turn pays back its switch. So the n-th in line waits for at most n turns, however much work
+the others have.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class TrainerCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """A replica on a cell. `idle_since_s` is None while verbs run or wait; satellites count as busy.
+    """A replica on a cell. `idle_since_s` is None while it has work; an idle satellite rests.
 
     `can_leave` is False while its state cannot be written (ZeRO 2 and 3 in mid-batch); `is_leaving`: it was
     asked to. `switch_s` is what the last write and load of its state took.
@@ -52,8 +53,8 @@ class Waiting:
 class Rules:
     """Seconds. An idle core keeps its cell for `settle_s`: the next verb of a lane follows within that.
 
-    A busy core keeps it for `turn_s`, and for `payback` times its switch. `idle_s`: a core idle for so long
-    leaves even if nobody waits (None: it stays).
+    A busy core keeps it for `turn_s`, and for `payback` times its switch. `idle_s`: a replica idle for that
+    long leaves even if nobody waits (None: it stays).
     """
 
     settle_s: float = 0.02
@@ -151,7 +152,6 @@ def _is_idle_too_long(holding: Holding, now: float, rules: Rules) -> bool:
 
 
 def _cost(holding: Holding, node_of: dict[str, str], waiter: Waiting) -> tuple[int, bool, float]:
-    is_idle = holding.idle_since_s is not None
-    kind = 0 if not holding.is_core else 1 if is_idle else 2
+    kind = 2 * holding.is_core + (holding.idle_since_s is None)
     elsewhere = node_of[holding.cell] != waiter.last_node
     return kind, elsewhere, holding.since_s if holding.idle_since_s is None else holding.idle_since_s

@@ -22,8 +22,10 @@ class Tenant(Protocol):
         """What its last load took."""
         ...
 
-    @property
-    def idle_since_s(self) -> float | None: ...
+    def idle_since_s(self, cell: str) -> float | None:
+        """Since when its replica on the cell has nothing to do; None while it has."""
+        ...
+
     @property
     def can_leave(self) -> bool:
         """False while its state cannot be written."""
@@ -164,13 +166,9 @@ class TrainerCells:
         present = []
         for cell, holding in self._holdings.items():
             tenant = self._tenants[cell]
+            holding = replace(holding, idle_since_s=tenant.idle_since_s(cell))
             if holding.is_core:
-                holding = replace(
-                    holding,
-                    idle_since_s=tenant.idle_since_s,
-                    can_leave=tenant.can_leave,
-                    switch_s=tenant.switch_s,
-                )
+                holding = replace(holding, can_leave=tenant.can_leave, switch_s=tenant.switch_s)
             present.append(holding)
         return present
 

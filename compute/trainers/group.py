@@ -90,6 +90,7 @@ class TrainingGroup:
             shelf=shelf,
             deadlines=deadlines,
             tasks=tasks,
+            clock=clock,
             tell=tell,
         )
         self._ids: set[str] = set()  # micro-batches in the accumulation, or on the way there
@@ -158,7 +159,7 @@ class TrainingGroup:
             await trainer.add_gradients(path=path)
 
     async def optim_step(self, *, scale: float, warm: bool = False) -> UpdateReport:
-        """Closes the join window: satellites hand in and end, then the core steps."""
+        """Closes the join window: satellites hand in and rest, then the core steps."""
         async with self._verb("optim_step", closes=True) as trainer:
             await self._core.changed()
             self._is_published, self._join_from = False, None
@@ -184,6 +185,8 @@ class TrainingGroup:
             self._core.saved = Saved(path=state_path)
             if self._is_published and not self._ids:
                 self._join_from = self._boundary(state_path)
+        if self.life is GroupLife.COMPUTE and not self._ids:  # the step is complete: on to the next
+            self._satellites.wake(self._join_from)
 
     async def close(self) -> None:
         """Ends every process of the group, whatever it holds, and what it left on the shelf."""
@@ -205,9 +208,10 @@ class TrainingGroup:
         """What it takes to come back."""
         return self._core.switch_s
 
-    @property
-    def idle_since_s(self) -> float | None:
-        """Since when no verb runs or waits; None while one does."""
+    def idle_since_s(self, cell: str) -> float | None:
+        """Since when no verb runs or waits, or the satellite on the cell rests; None while it does not."""
+        if cell != self._core.cell:
+            return self._satellites.resting_since_s(cell)
         return self._idle_since_s if self._turns.is_quiet else None
 
     @property
@@ -337,7 +341,7 @@ class TrainingGroup:
                 elif cell != self._core.cell:
                     await self._satellites.hand_in(trainer, cell=cell)
                 else:
-                    await self._satellites.hand_in(trainer)
+                    await self._satellites.hand_in(trainer, leaves=True)
                     await self._core.offload()
         except TrainerLost:
             return  # the next verb says so

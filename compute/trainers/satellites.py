@@ -1,8 +1,11 @@
 """The satellites of a training group: replicas that join a running batch and hand in what they took.
 
 A satellite starts with the step's weights and nothing else (its full state only where weights do not say all,
-see `Source`), takes whole micro-batches, and ends when the join window closes: its raw sums go to the core by
-a file. Until then its micro-batches are kept, so that they can be taken again if it is lost.
+see `Source`) and takes whole micro-batches, until the join window closes: its raw sums go to the core by a
+file. Until then its micro-batches are kept, so that they can be taken again if it is lost. Then it rests with
+its process and its cell, and joins the next batch with new weights, unless somebody wants the cell.
+
+    joining ──▶ here ──hand_in──▶ resting ──▶ joining …        (from anywhere: ending)
 """
 
 from __future__ import annotations
@@ -55,10 +58,14 @@ class SatelliteLost(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class _Satellite:
+    """`source` is what it has loaded, `taken` what its sums hold: nothing while it rests."""
+
     name: str
     cell: str
     trainer: Trainer
+    source: Source
     taken: list[MicroBatch] = field(default_factory=list)
+    resting_since_s: float | None = None
 
 
 class Satellites:
@@ -76,32 +83,44 @@ class Satellites:
         shelf: StateShelf,
         deadlines: Deadlines,
         tasks: asyncio.TaskGroup,
+        clock: Callable[[], float],
         tell: Tell,
     ) -> None:
-        self._plan, self._limit, self._tenant = plan, limit, tenant
+        self._plan, self._limit, self._tenant, self._clock = plan, limit, tenant, clock
         self._cells, self._turns, self._starter, self._shelf = cells, turns, starter, shelf
         self._deadlines, self._tasks, self._tell = deadlines, tasks, tell
         self._here: dict[int, _Satellite] = {}
-        self._joining: dict[int, tuple[asyncio.Task[None], str]] = {}  # with the cell
+        self._resting: dict[int, _Satellite] = {}
+        self._joining: dict[int, tuple[asyncio.Task[None], str, str]] = {}  # with the name and the cell
         self._ending: set[int] = set()  # their names are not free yet
         self._again: list[MicroBatch] = []
         self._num_losses = 0
 
     def consider(self, source: Source | None) -> None:
-        """Lets one more join, if there is work for it and a cell that nobody wants. Returns at once."""
+        """Lets one more join, if there is work for it, one that rests or a cell that nobody wants. Returns at
+        once.
+        """
         if source is None or self._turns.has_free or self._num_losses >= MAX_LOSSES:
+            return
+        if self._resting:
+            self._wake(min(self._resting), source)
             return
         used = {*self._here, *self._joining, *self._ending}
         slot = next((number for number in range(1, self._limit + 1) if number not in used), None)
         if slot is None or (cell := self._cells.bind_spare(self._tenant)) is None:
             return
-        name = f"trainer/{self._plan.policy}.{slot}"
-        joining = self._join(slot, name, cell, source)
-        try:
-            self._joining[slot] = self._tasks.create_task(joining, name=f"join:{name}"), cell
-        except RuntimeError:  # the task group is ending, and with its session every process
-            joining.close()
-            self._cells.release(cell)
+        self._begin(slot, f"trainer/{self._plan.policy}.{slot}", cell, source, None)
+
+    def wake(self, source: Source | None) -> None:
+        """Lets all that rest load what the next batch needs, before it is there. Returns at once."""
+        if source is not None:
+            for slot in sorted(self._resting):
+                self._wake(slot, source)
+
+    def resting_since_s(self, cell: str) -> float | None:
+        """Since when a satellite rests on the cell; None if none does."""
+        since = [one.resting_since_s for one in self._resting.values() if one.cell == cell]
+        return since[0] if since else None
 
     async def take(
         self, slot: int, verb: str, batch: MicroBatch | None, work: Callable[[Trainer], Any]
@@ -126,8 +145,9 @@ class Satellites:
             satellite.taken.append(batch)
         return report
 
-    async def hand_in(self, core: Trainer, *, cell: str | None = None) -> None:
-        """Adds the sums of all satellites (or of the one on `cell`) to the core's; they end.
+    async def hand_in(self, core: Trainer, *, cell: str | None = None, leaves: bool = False) -> None:
+        """Adds the sums of all satellites (or of the one on `cell`) to the core's. Then they rest, or give
+        their cells back if somebody wants the one, or the group `leaves`.
 
         What a lost one held the core takes itself.
         Raises: TrainerLost for the core; TrainerError if it cannot take what was lost.
@@ -142,6 +162,8 @@ class Satellites:
             except LookupError:
                 continue  # lost meanwhile
             await self._hand_in(slot, satellite, core)
+        if leaves or cell is not None:
+            await self._end_resting(cell)
         while self._again:
             async with self._deadlines.of(f"forward_backward {self._again[0].micro_batch_id}"):
                 await core.forward_backward(self._again[0])
@@ -152,10 +174,15 @@ class Satellites:
         await self._stop_joining()
         for slot, satellite in list(self._here.items()):
             await self._end(slot, satellite)
+        await self._end_resting()
         self._again.clear()
 
     async def ended(self, slot: int, cause: str) -> None:
         """A satellite's process ended by itself."""
+        if (resting := self._resting.get(slot)) is not None:
+            self._count_loss(resting.name, cause)
+            await self._end(slot, resting)
+            return
         satellite = self._here.get(slot)
         try:
             await self._turns.claim(slot)
@@ -164,24 +191,37 @@ class Satellites:
         if satellite is not None:
             await self._lose(slot, satellite, cause)
 
-    async def _join(self, slot: int, name: str, cell: str, source: Source) -> None:
+    def _wake(self, slot: int, source: Source) -> None:
+        satellite = self._resting.pop(slot)
+        self._begin(slot, satellite.name, satellite.cell, source, satellite)
+
+    def _begin(self, slot: int, name: str, cell: str, source: Source, rested: _Satellite | None) -> None:
+        joining = self._join(slot, name, cell, source, rested)
+        try:
+            self._joining[slot] = self._tasks.create_task(joining, name=f"join:{name}"), name, cell
+        except RuntimeError:  # the task group is ending, and with its session every process
+            joining.close()
+            self._cells.release(cell)
+
+    async def _join(self, slot: int, name: str, cell: str, source: Source, rested: _Satellite | None) -> None:
         """Consumes nothing. Waits for a process and its weights. Woken by both; ends as a free replica."""
         joined = False
         try:
-            trainer = await self._starter.start_trainer(name, self._plan)
-            async with self._deadlines.of("load"):
-                await trainer.load(
-                    weights_uri=source.weights_uri,
-                    state_path=source.state_path,
-                    reference_uri=source.reference_uri,
-                )
+            trainer = rested.trainer if rested else await self._starter.start_trainer(name, self._plan)
+            if rested is None or rested.source != source:
+                async with self._deadlines.of("load"):
+                    await trainer.load(
+                        weights_uri=source.weights_uri,
+                        state_path=source.state_path,
+                        reference_uri=source.reference_uri,
+                    )
             joined = True
         except (TrainerError, ClusterError, TimeoutError) as error:
             self._count_loss(name, str(error))
         finally:
             self._joining.pop(slot, None)
             if joined:
-                self._here[slot] = _Satellite(name=name, cell=cell, trainer=trainer)
+                self._here[slot] = _Satellite(name=name, cell=cell, trainer=trainer, source=source)
                 self._tell("satellite_joined", policy=self._plan.policy, replica=name, cell=cell)
                 self._turns.add(slot)
             else:
@@ -191,13 +231,19 @@ class Satellites:
     async def _stop_joining(self) -> None:
         """The join window closes: who has not joined yet does not."""
         joining = dict(self._joining)
-        for task, _ in joining.values():
+        for task, *_ in joining.values():
             task.cancel()
         if joining:
-            await asyncio.wait([task for task, _ in joining.values()])
-        for slot, (_, cell) in joining.items():
+            await asyncio.wait([task for task, *_ in joining.values()])
+        for slot, (_, name, cell) in joining.items():
             if self._joining.pop(slot, None) is not None:  # cancelled before it ran at all
+                await self._starter.stop(name)
                 self._cells.release(cell)
+
+    async def _end_resting(self, cell: str | None = None) -> None:
+        for slot, satellite in list(self._resting.items()):
+            if cell in (None, satellite.cell):
+                await self._end(slot, satellite)
 
     async def _hand_in(self, slot: int, satellite: _Satellite, core: Trainer) -> None:
         if satellite.taken:
@@ -216,7 +262,10 @@ class Satellites:
                 return
             finally:
                 await self._shelf.drop_draft(path)
-        await self._end(slot, satellite)
+        if self._here.pop(slot, None) is satellite:
+            self._turns.remove(slot)
+            satellite.taken, satellite.resting_since_s = [], self._clock()
+            self._resting[slot] = satellite
 
     async def _exported(self, satellite: _Satellite) -> str:
         """A file with its sums."""
@@ -239,9 +288,10 @@ class Satellites:
         await self._end(slot, satellite)
 
     async def _end(self, slot: int, satellite: _Satellite) -> None:
-        if self._here.get(slot) is not satellite:
+        if satellite not in (self._here.get(slot), self._resting.get(slot)):
             return  # another of its failures has ended it
-        del self._here[slot]
+        self._here.pop(slot, None)
+        self._resting.pop(slot, None)
         self._ending.add(slot)
         self._turns.remove(slot)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megloom.compute.workload import Publishing
 from megloom.compute.workload import Trainer as TrainerKnobs
 
 from .builders import batch, plan, ragged_rows
-from .group_parts import Stage, Starter, on_stage
+from .group_parts import QUICK, Stage, Starter, on_stage
 
 ROWS = ragged_rows(24)
 
@@ -440,14 +441,91 @@ def test_satellites_join_a_running_batch_and_the_sums_are_those_of_one_replica(t
         group = await loaded(stage, stage.add(plan_of("a", replicas=3)))
         await batch_of_many(stage, group, 8)
         assert stage.kinds()["satellite_joined"] == 2 and stage.starter.max_running == 3
-        assert list(stage.starter.running) == ["trainer/a"]  # the join window is closed
         await group.publish(weights_dir=str(stage.folder / "a"), version=1)
-        await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", 2, 4)))
-        assert stage.kinds()["satellite_joined"] == 4  # with the new weights
+        await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", 2, 8)))
+        await group.save(state_path=str(stage.folder / "second"))
+        assert stage.kinds()["satellite_joined"] == 4 and sum(stage.starter.num_started.values()) == 4
 
     on_stage(tmp_path / "group", work, num_cells=3)
     expected = whole_batch(tmp_path / "alone", plan_of("a"), 8)
     assert_close(sums_of(tmp_path / "group" / "sums"), expected)
+    alone = Replica(plan_of("a"))  # the second batch was taken with the new weights, on every replica
+    alone.load(weights_uri=str(tmp_path / "group" / "a" / "v000001"), state_path=None)
+    for taken in micro_batches("a", 2, 8):
+        alone.forward_backward(taken)
+    alone.save(state_path=str(tmp_path / "second"))
+    assert_close(sums_of(tmp_path / "group" / "second"), sums_of(tmp_path / "second"))
+
+
+async def one_step(stage: Stage, group: TrainingGroup, number: int, *, count: int = 8) -> None:
+    """As a lane does it."""
+    await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", number, count)))
+    await group.optim_step(scale=0.01)
+    await group.publish(weights_dir=str(stage.folder / "a"), version=number)
+    await group.save(state_path=str(stage.folder / f"a.s{number}"))
+
+
+def test_satellites_rest_between_steps_and_load_new_weights_before_the_next_batch(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        loads: list[str] = []
+        stage.starter.before = lambda name, verb: loads.append(name) if verb == "load" else None
+        group = await loaded(stage, stage.add(plan_of("a", replicas=2)))
+        for number in (1, 2, 3):
+            await one_step(stage, group, number)
+        assert stage.starter.num_started["trainer/a.1"] == 1, "one process for all steps"
+        for _ in range(20):  # it loads what the step has left, though no micro-batch waits
+            await asyncio.sleep(0)
+        assert loads.count("trainer/a.1") == 4
+        assert stage.kinds()["satellite_lost"] == 0
+
+    on_stage(tmp_path, work, num_cells=2)
+
+
+def test_a_resting_satellite_is_the_first_to_give_its_cell_away(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        other = await loaded(stage, stage.add(plan_of("b")))
+        group = await loaded(stage, stage.add(plan_of("a", replicas=2)))
+        await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", 1, 8)))
+        await group.optim_step(scale=0.01)
+        assert sorted(stage.starter.running) == ["trainer/a", "trainer/a.1"]
+        assert group.idle_since_s("trainers/1") is not None
+        await other.forward_backward(micro_batches("b", 1)[0])
+        assert sorted(stage.starter.running) == ["trainer/a", "trainer/b"]
+        assert stage.kinds()["trainer_offloaded"] == 0
+
+    on_stage(tmp_path, work, num_cells=2)
+
+
+@pytest.mark.parametrize("notices", ["told", "load"])
+def test_a_satellite_that_dies_while_it_rests_is_replaced(tmp_path: Path, notices: str) -> None:
+    async def work(stage: Stage) -> None:
+        group = await loaded(stage, stage.add(plan_of("a", replicas=2)))
+        await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", 1, 8)))
+        await group.optim_step(scale=0.01)
+        stage.starter.kill("trainer/a.1")
+        if notices == "told":
+            group.ended("trainer/a.1", "exit code -9")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert list(stage.starter.running) == ["trainer/a"]
+        await group.publish(weights_dir=str(stage.folder / "a"), version=1)
+        await group.save(state_path=str(stage.folder / "a.s1"))
+        await one_step(stage, group, 2)
+        assert stage.starter.num_started["trainer/a.1"] == 2 and stage.kinds()["satellite_lost"] == 1
+
+    on_stage(tmp_path, work, num_cells=2)
+
+
+def test_an_idle_group_takes_its_resting_satellites_along(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        group = await loaded(stage, stage.add(plan_of("a", replicas=3)))
+        await asyncio.gather(*(group.forward_backward(taken) for taken in micro_batches("a", 1, 8)))
+        await group.optim_step(scale=0.01)
+        assert len(stage.starter.running) == 3
+        await asyncio.sleep(5.1)
+        assert not stage.starter.running and stage.cells.describe() == "all are free"
+
+    on_stage(tmp_path, work, num_cells=3, rules=replace(QUICK, idle_s=5.0))
 
 
 @pytest.mark.parametrize("verb", ["load", "forward_backward", "export_gradients"])
