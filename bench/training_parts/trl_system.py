@@ -1,5 +1,5 @@
-"""One agent that answers in up to 64 tokens, with a reward that nobody can learn: so the lengths stay as they
-are, and Megloom and TRL generate and train about the same number of tokens a step. See against_trl.py.
+"""One agent whose reward nobody can learn: so the lengths of its answers stay as they are, and Megloom and
+TRL generate and train about the same number of tokens a step. See against_trl.py.
 """
 
 from __future__ import annotations
@@ -10,22 +10,35 @@ import zlib
 from typing import Any
 
 from megloom.compute.algorithms.grpo import Grpo
-from megloom.compute.workload import Agent, Optimizer, Policy, RandomModel, Sampling, Training, Workload
+from megloom.compute.workload import (
+    Agent,
+    Optimizer,
+    Policy,
+    RandomModel,
+    Sampling,
+    Trainer,
+    Training,
+    Workload,
+)
 from megloom.pipelines.systems.arithmetic_model import MODEL
 
 SIZES: dict[str, dict[str, int | float | bool]] = {  # overrides of the demo's model, by its name here
     "demo": {},
+    "1m": {"hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 384},
     "4m": {"hidden_size": 256, "num_hidden_layers": 5, "head_dim": 64, "intermediate_size": 768},
 }
-MAX_NEW, GROUP_SIZE, TASKS_PER_STEP, LEARNING_RATE = 64, 8, 32, 1e-4
+# (most tokens of an answer, prompts a step). The random model ends an answer after 110 tokens on average:
+# 13 % of the "free" ones are cut off by the limit, and two thirds of the "capped" ones, nearly all of a length.
+ANSWERS = {"free": (256, 16), "capped": (64, 32)}
+GROUP_SIZE, LEARNING_RATE = 8, 1e-4
 NUM_PROMPTS, NUM_DIGITS = 512, 24
 SIZE = os.environ.get("MEGLOOM_BENCH_MODEL", "demo")
+MAX_NEW, TASKS_PER_STEP = ANSWERS[os.environ.get("MEGLOOM_BENCH_ANSWERS", "free")]
 
 
 def model(size: str) -> RandomModel:
-    return RandomModel(
-        architecture=MODEL.architecture, config={**MODEL.config, **SIZES[size]}, tokenizer=MODEL.tokenizer
-    )
+    config = {**MODEL.config, "max_position_embeddings": 512, **SIZES[size]}
+    return RandomModel(architecture=MODEL.architecture, config=config, tokenizer=MODEL.tokenizer)
 
 
 def prompts() -> list[str]:
@@ -55,7 +68,10 @@ workload = Workload(
     name="trl_comparison",
     policies={
         "solver": Policy(
-            model=model(SIZE), algorithm=Grpo(), optimizer=Optimizer(learning_rate=LEARNING_RATE)
+            model=model(SIZE),
+            algorithm=Grpo(),
+            optimizer=Optimizer(learning_rate=LEARNING_RATE),
+            trainer=Trainer(replicas=2),
         )
     },
     agents={
@@ -66,6 +82,9 @@ workload = Workload(
     tasks=rows,
     eval_tasks=lambda: rows()[:1],  # TRL evaluates nothing
     training=Training(
-        tasks_per_step=TASKS_PER_STEP, group_size=GROUP_SIZE, micro_batch_groups=8, eval_every=0
+        tasks_per_step=TASKS_PER_STEP,
+        group_size=GROUP_SIZE,
+        micro_batch_groups=TASKS_PER_STEP // 8,
+        eval_every=0,
     ),
 )
