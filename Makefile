@@ -38,11 +38,12 @@ $(SGLANG)/.installed: tests/sglang/requirements.txt
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.kills.soak $(if $(N),--kills $(N)) $(if $(SEED),--seed $(SEED))
 
-# The property tests of the graph's two views, and hostile requests against every route of the gateway, with 50
-# times the examples of `make test`: each test ends after 5,000 examples, and schemathesis draws bodies for five
-# minutes. The whole has not been timed.
+# The property tests of the graph's two views, and hostile requests against every route of the gateway, with ten
+# times the examples of `make test`: each test ends after 1,000 examples, and schemathesis draws bodies for five
+# minutes. Every failure prints how it is repeated.
 fuzz: $(VENV)/.dev
-	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -m '' tests/compute/graph tests/fuzz
+	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -m '' --numprocesses 2 --dist worksteal \
+		tests/compute/graph tests/fuzz
 
 check: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/ruff check .

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-settings.register_profile("fuzz", max_examples=5_000, deadline=None, print_blob=True)
+settings.register_profile("fuzz", max_examples=1_000, deadline=None, print_blob=True)

@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, int | float | bool]] = {  # overrides of the demo's m
     "4m": {"hidden_size": 256, "num_hidden_layers": 5, "head_dim": 64, "intermediate_size": 768},
 }
 # (most tokens of an answer, prompts a step). The random model ends an answer after 110 tokens on average:
-# 13 % of the "free" ones are cut off by the limit, and two thirds of the "capped" ones, nearly all of a length.
+# 13 % of the "free" ones are cut off by the limit, and two thirds of the "capped" ones, mostly of one length.
 ANSWERS = {"free": (256, 16), "capped": (64, 32)}
 GROUP_SIZE, LEARNING_RATE = 8, 1e-4
 NUM_PROMPTS, NUM_DIGITS = 512, 24
