@@ -5,6 +5,9 @@ tensors of its layers, 1.6 GB. Out: a draft on tmpfs is written tensor by tensor
 written, and put. In: `get`, the file mapped, every tensor copied to memory of its own. The other side clones
 every tensor, so both end with the whole state in memory of its own. One thread of torch, two of the digest.
 The sides take turns after one warm round; the ratio is the median over the rounds.
+
+`swap_zero1_ratio`, for comparison: a DeepSpeed ZeRO-1 learner of that size on one rank, its state gathered
+and written to tmpfs as the trainer's `save` does it, read and restored into the learner, over the same copy.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.state.drafts import Surroundings
 from megloom.compute.state.keys import Key
 from megloom.compute.state.store import StateStore
 from megloom.compute.state.tiers import Tier, TierPlan
 from megloom.compute.store.offload import ThreadOffload
 from megloom.compute.trainers.device_copy import restored, save_tensors
+from megloom.compute.trainers.learners import Learner, make_learner
+from megloom.compute.trainers.protocol import TrainerPlan
+from megloom.compute.trainers.snapshot import read_state, write_state
+from megloom.compute.workload import Optimizer
 
 LAYERS, HIDDEN, KEY_VALUE, INTERMEDIATE, VOCAB = 30, 576, 192, 1536, 49152
 MOMENTS = ("model", "exp_avg", "exp_avg_sq")
@@ -57,14 +65,18 @@ def swap_figures() -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     root = SHM if SHM.is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        rounds = asyncio.run(_rounds(Path(folder), state_of_135m()))
-    memory_gib = _peak_memory_gib()
+        state = state_of_135m()
+        rounds = asyncio.run(_rounds(Path(folder), state))
+        memory_gib = _peak_memory_gib()
+        del state
+        zero1 = _zero1_ratio(Path(folder), statistics.median(copy for copy, _, _ in rounds))
     ratio = statistics.median((out + back) / copy for copy, out, back in rounds)
     return {
         "swap_ratio": _figure(ratio, "x", TARGET_RATIO),
         "swap_out_ratio": _figure(statistics.median(out / copy for copy, out, _ in rounds), "x", None),
         "swap_in_ratio": _figure(statistics.median(back / copy for copy, _, back in rounds), "x", None),
         "swap_copy_s": _figure(statistics.median(copy for copy, _, _ in rounds), "s", None),
+        "swap_zero1_ratio": _figure(zero1, "x", None),
         "swap_memory": _figure(memory_gib, "GiB", TARGET_MEMORY_GIB),
     }
 
@@ -96,6 +108,52 @@ async def _rounds(folder: Path, state: dict[str, Tensor]) -> list[tuple[float, f
                 await store.delete(key)
                 rounds.append((copy_s, out_s, in_s))
     return rounds[1:]  # the first one warms up
+
+
+def _zero1_ratio(folder: Path, copy_s: float) -> float:
+    """The median round of state, write, read and restore over `copy_s`; the first one warms up."""
+    learner, path = zero1_learner(), folder / "zero1"
+    seconds = []
+    for _ in range(NUM_ROUNDS):
+        began = time.perf_counter()
+        write_state(path, *learner.state("solver"))
+        learner.restore(*read_state(path))
+        seconds.append(time.perf_counter() - began)
+        path.unlink()
+    learner.close()
+    return statistics.median(seconds[1:]) / copy_s
+
+
+def zero1_learner() -> Learner:
+    """A learner of 134.5 million parameters that has made one step, so that its moments are there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    optimizer = Optimizer(learning_rate=1e-4)
+    plan = TrainerPlan(
+        policy="solver",
+        model={},
+        algorithm=Grpo().model_dump(),
+        optimizer=optimizer.model_dump(),
+        warm_optimizer=None,
+        seed=0,
+        trainer={"backend": "deepspeed", "zero_stage": 1},
+    )
+    learner = make_learner(plan, LlamaForCausalLM(config), optimizer=optimizer, warm_optimizer=None)
+    learner.num_rounds(1)
+    learner.backward(sum((value.sum() for value in learner.model.parameters()), torch.zeros(())))
+    learner.add_gradients("first", 1)
+    learner.drop_gradients()
+    learner.step(1.0, warm=False)
+    return learner
 
 
 def _peak_memory_gib() -> float:
