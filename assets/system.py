@@ -6,13 +6,12 @@ imports nothing heavy, so the code location stays light (a test asserts that tor
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megloom.compute.workload import Workload
+from megloom.compute.importing import import_workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,18 +33,10 @@ class System:
 def load_system(name: str, *, import_paths: Sequence[str] = ()) -> System:
     """The description of the workload at `package.module:attribute`.
 
-    Not `rollout.loading`, which brings pyarrow along: a second of import in each of Dagster's processes.
-
     Raises: ValueError naming what is missing, or what the import raised.
     """
-    module_name, _, attribute = name.partition(":")
-    try:
-        with _importable(import_paths):
-            workload = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the boundary of user code: a broken system file is bad input
-        raise ValueError(f"workload {name}: {type(error).__name__}: {error}") from error
-    if not isinstance(workload, Workload):
-        raise ValueError(f"workload {name}: expected a Workload, found {type(workload).__name__}")
+    with _importable(import_paths):
+        workload = import_workload(name)
     return System(
         name=workload.name,
         policies={name: policy.trained for name, policy in workload.policies.items()},

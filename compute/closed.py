@@ -25,6 +25,14 @@ class Closed(BaseModel):
             raise ValueError("; ".join(_explain(cls, entry) for entry in error.errors())) from None
 
 
+def told(error: ValidationError) -> str:
+    """What was refused in one line, without pydantic's dump of the values: `Policy.trainer.ranks: …`."""
+    return "; ".join(
+        f"{'.'.join([error.title, *map(str, entry['loc'])])}: {entry['msg'].removeprefix('Value error, ')}"
+        for entry in error.errors()
+    )
+
+
 def _explain(model: type[BaseModel], entry: Any) -> str:
     path = ".".join(str(part) for part in entry["loc"])
     if entry["type"] != "extra_forbidden":

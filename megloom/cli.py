@@ -109,8 +109,9 @@ def _add_training(parser: argparse.ArgumentParser, *, steps_required: bool) -> N
 
 
 def _session(arguments: argparse.Namespace, *, workload: str, run: str) -> Any:
-    """The checked session config. Raises: ValueError in one line."""
+    """The checked session config of a workload that can be imported. Raises: ValueError in one line."""
     from megloom.compute.conductor.config import SessionConfig, set_path
+    from megloom.compute.importing import import_workload
 
     values: dict[str, Any] = {
         "workload": workload,
@@ -123,7 +124,10 @@ def _session(arguments: argparse.Namespace, *, workload: str, run: str) -> Any:
     }
     for setting in arguments.settings:
         set_path(values, setting)
-    return SessionConfig.parse(values)
+    config = SessionConfig.parse(values)
+    sys.path[:0] = [path for path in config.import_paths if path not in sys.path]
+    import_workload(config.workload)  # what is wrong with it is said here, before anything is started
+    return config
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ COMPUTE = (  # from the ground up; a package may import those before it, and its
     "closed",
     "policy",
     "workload",
+    "importing",
     "graph",
     "algorithms",
     "scheduling",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 from megloom.compute.graph.seeds import content_hash
+from megloom.compute.importing import import_workload
 from megloom.compute.rollout.protocol import AgentPlan, WorkloadError, WorkloadPlan
 from megloom.compute.workload import Workload
 
@@ -20,19 +19,10 @@ def load_workload(name: str) -> Workload:
 
     Raises: WorkloadError naming what is missing, or what the import raised.
     """
-    module_name, _, attribute = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the boundary of user code: a broken system file is bad input
-        raise WorkloadError(f"workload {name}: importing raised {type(error).__name__}: {error}") from error
-    workload = getattr(module, attribute, None)
-    if not isinstance(workload, Workload):
-        known = [key for key, value in vars(module).items() if isinstance(value, Workload)]
-        raise WorkloadError(
-            f"workload {name}: expected a Workload, found {type(workload).__name__} "
-            f"(workloads in {module_name}: {', '.join(known) or 'none'})"
-        )
-    return workload
+        return import_workload(name)
+    except ValueError as error:
+        raise WorkloadError(str(error)) from error
 
 
 def plan_of(workload: Workload, *, modules: tuple[str, ...]) -> WorkloadPlan:

@@ -35,7 +35,7 @@ def test_what_cannot_be_loaded_is_named(name: str, cause: str):
 
 def test_a_workload_file_that_raises_is_bad_input(tmp_path: Path):
     (tmp_path / "broken_system.py").write_text("1 / 0\n")
-    with pytest.raises(ValueError, match="broken_system:workload: ZeroDivisionError"):
+    with pytest.raises(ValueError, match="broken_system:workload: broken_system.py:1: ZeroDivisionError"):
         load_system("broken_system:workload", import_paths=[str(tmp_path)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_an_unknown_setting_is_refused_with_the_nearest_name(capsys: pytest.Capt
         capsys, "train", "arithmetic_team", "--steps", "1", "--run", "x", "--set", "training.groupsize=8"
     )
     assert "unknown key 'training.groupsize', did you mean 'group_size'" in line
+
+
+def test_lag_without_a_correction_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lagging_system.py").write_text(
+        "from megloom.pipelines.systems import arithmetic_team as team\n"
+        "from megloom.compute.workload import Policy\n"
+        "solver = team.workload.policies['solver']\n"
+        "Policy(**{**dict(solver), 'max_off_policy_steps': 2})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    line = refused(capsys, "train", "lagging_system:workload", "--steps", "1", "--run", "x")
+    assert "lagging_system.py:4: Policy: max_off_policy_steps 2 without a correction: " in line
 
 
 @pytest.mark.parametrize(
