@@ -57,6 +57,10 @@ class LaneStep:
     def trained(self) -> list[Sample]:
         return [sample for taken in self.taken for sample in taken.samples]
 
+    def samples(self) -> list[Sample]:
+        """Those that were sent, then those that were not."""
+        return [*self.trained(), *self.dropped]
+
 
 class GradientLane:
     """Turns one policy's complete groups into micro-batches and those into gradients, in order."""

@@ -41,6 +41,13 @@ class Sample:
     row: TrainingRow | None
     cause: str | None = None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is in the loss's mean. One of a group with signal whose own advantage happens to be 0
+        is: not sent, as its gradient is 0, but the next float to 0 must not give another update.
+        """
+        return self.row is not None or self.cause == NO_ADVANTAGE
+
 
 def candidates(member: EndedEpisode) -> list[Candidate]:
     """The calls of a scored member that ended with an answer fit for training; a failed member has none."""
@@ -239,7 +246,7 @@ class Aggregation:
         seq-mean-token-mean       Σ over rows of the mean over a row's tokens / rows
         episode-mean              Σ over episodes of the mean over an episode's tokens / episodes
 
-    Names are verl's but the last. Counted are the tokens, rows and episodes that carry loss.
+    Names are verl's but the last. What counts is `Sample.is_counted`: groups without signal are in no mean.
     """
 
     name: str
@@ -253,7 +260,7 @@ class Aggregation:
         """The samples of whole episodes with their rows' weights set."""
         tokens: Counter[str] = Counter()
         for sample in samples:
-            if sample.row is not None:
+            if sample.is_counted:
                 tokens[self._unit(sample)] += sample.record.num_trainable
         return [
             replace(sample, row=replace(sample.row, weight=self._weight(tokens[self._unit(sample)])))
@@ -263,11 +270,11 @@ class Aggregation:
         ]
 
     def denominator(self, samples: Sequence[Sample]) -> int:
-        """What the step's sums are divided by: trainable tokens, rows or episodes that carry loss."""
-        trained = [sample for sample in samples if sample.row is not None]
+        """What the step's sums are divided by: trainable tokens, rows or episodes that count."""
+        counted = [sample for sample in samples if sample.is_counted]
         if self.name == "token-mean":
-            return sum(sample.record.num_trainable for sample in trained)
-        return len({self._unit(sample) for sample in trained})
+            return sum(sample.record.num_trainable for sample in counted)
+        return len({self._unit(sample) for sample in counted})
 
     def _weight(self, num_tokens: int) -> float:
         """Of a row in a unit with so many trainable tokens."""

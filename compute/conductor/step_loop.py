@@ -221,7 +221,7 @@ async def update(run: Run, work: Mapping[str, LaneStep]) -> dict[str, Published]
         updates = {
             policy: tasks.create_task(
                 lane.finish(
-                    denominator=run.aggregations[policy].denominator(work[policy].trained()),
+                    denominator=run.aggregations[policy].denominator(work[policy].samples()),
                     version=run.ledger.next_version(policy),
                     weights_dir=run.paths.weights(policy),
                     state_path=run.paths.state(policy, step),

@@ -62,7 +62,7 @@ class MemoryFiles:
     async def draft(self, policy: str) -> str:
         return f"shelf/{policy}-{next(self._numbers):06d}"
 
-    async def keep(self, policy: str, draft: str) -> str:
+    async def keep(self, policy: str, draft: str, digest: str | None = None) -> str:
         return draft
 
     async def fetch(self, handle: str) -> str:
@@ -174,10 +174,11 @@ class ModelledTrainer:
         applied, self._sums.applied = self._sums.applied, []
         return self._published(weights_dir, version, content_hash([self._plan.policy, version, applied]))
 
-    async def save(self, *, state_path: str) -> None:
+    async def save(self, *, state_path: str) -> str | None:
         self._burn()
         await self._spend(self._costs.state_s)
         self._files.states[state_path] = self._sums.copy()
+        return None
 
     async def close(self) -> None:
         self.die()

@@ -65,8 +65,9 @@ class TrainerClient:
     async def publish(self, *, weights_dir: str, version: int) -> Published:
         return unpack_published(await self._call("publish", {"weights_dir": weights_dir, "version": version}))
 
-    async def save(self, *, state_path: str) -> None:
-        await self._call("save", {"state_path": state_path})
+    async def save(self, *, state_path: str) -> str | None:
+        digest: str | None = await self._call("save", {"state_path": state_path})
+        return digest
 
     async def close(self) -> None:
         """Closes the connection, at which the process ends. Closing twice, or a lost trainer, is fine."""

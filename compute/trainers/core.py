@@ -165,8 +165,8 @@ class Core:
             is_kept = False
             try:
                 async with self._deadlines.of("save"):
-                    await self.trainer.save(state_path=draft)
-                self.saved = Saved(handle=await self._shelf.keep(policy, draft))
+                    digest = await self.trainer.save(state_path=draft)
+                self.saved = Saved(handle=await self._shelf.keep(policy, draft, digest))
                 is_kept = True
                 return None
             except TrainerLost:

@@ -1,7 +1,7 @@
-"""Tensors to and from state files: the bytes of one tensor at a time, through a pinned buffer on a GPU.
+"""Tensors to state files: the bytes of one tensor at a time, through a pinned buffer on a GPU.
 
-`save_tensors` is the D2H step of a put and `restored` the H2D step of a get; on a CPU they copy memory.
-Never more than one tensor, or one buffer of it, is on the host twice.
+The D2H step of a put; on a CPU the tensors' own memory is written. Never more than one tensor, or one buffer
+of it, is on the host twice. A reader maps the file and copies each tensor to where it belongs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megloom.compute.state.tensor_file import TensorSpec, WrittenFile, write_tensor_file
@@ -43,20 +42,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     return write_tensor_file(path, specs, lambda spec: buffers.host_bytes(tensors[spec.name]), metadata)
 
 
-def restored(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a file on `device`, in memory of their own.
-
-    Raises: FileNotFoundError; safetensors.SafetensorError if it is not such a file.
-    """
-    found: dict[str, Tensor] = {}
-    buffers = HostBuffers()
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            mapped = file.get_tensor(name)  # a private mapping: nothing is read yet
-            found[name] = buffers.to_device(mapped, torch.device(device))
-    return found
-
-
 class HostBuffers:
     """One pinned buffer, made at the first use of a GPU and used for all copies of its owner, in turns."""
 
@@ -79,22 +64,6 @@ class HostBuffers:
             pinned.copy_(piece)  # waits for the device, so the buffer is free again after the next line
             host[begin : begin + len(piece)].copy_(pinned)
         return memoryview(host.numpy())
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy of a host tensor on `device`, in memory of its own."""
-        if device.type == "cpu":
-            return tensor.clone()
-        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if tensor.numel() == 0:
-            return result
-        source = tensor.contiguous().reshape(-1).view(torch.uint8)
-        target = result.reshape(-1).view(torch.uint8)
-        for begin in range(0, len(source), self._size_bytes):
-            piece = source[begin : begin + self._size_bytes]
-            pinned = self._buffer()[: len(piece)]
-            pinned.copy_(piece)
-            target[begin : begin + len(piece)].copy_(pinned)
-        return result
 
     def _buffer(self) -> Tensor:
         if self._pinned is None:

@@ -178,15 +178,16 @@ class TrainingGroup:
             self._join_from = None if self._needs_state else self._boundary(None)
             return published
 
-    async def save(self, *, state_path: str) -> None:
+    async def save(self, *, state_path: str) -> str | None:
         async with self._verb("save", closes=True) as trainer:
-            await trainer.save(state_path=state_path)
+            digest = await trainer.save(state_path=state_path)
             await self._core.changed()
             self._core.saved = Saved(path=state_path)
             if self._is_published and not self._ids:
                 self._join_from = self._boundary(state_path)
         if self.life is GroupLife.COMPUTE and not self._ids:  # the step is complete: on to the next
             self._satellites.wake(self._join_from)
+        return digest
 
     async def close(self) -> None:
         """Ends every process of the group, whatever it holds, and what it left on the shelf."""

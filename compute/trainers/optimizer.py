@@ -76,5 +76,7 @@ class AdamW:
         self.num_steps = num_steps
         if num_steps:
             for name, parameter in self._parameters.items():
-                moments = {moment: tensors[f"{moment}/{name}"].to(parameter.device) for moment in MOMENTS}
+                moments = {
+                    moment: tensors[f"{moment}/{name}"].to(parameter.device, copy=True) for moment in MOMENTS
+                }
                 self._torch.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}

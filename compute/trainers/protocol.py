@@ -201,8 +201,11 @@ class Trainer(Protocol):
         """Writes a version directory, complete or not at all."""
         ...
 
-    async def save(self, *, state_path: str) -> None:
-        """Writes weights, moments, step, rng, cached gradients and their micro-batch ids to one file."""
+    async def save(self, *, state_path: str) -> str | None:
+        """Writes weights, moments, step, rng, cached gradients and their micro-batch ids to one file.
+
+        Returns the file's `digests.tree_digest`, if it was taken while the file was written.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -94,8 +94,8 @@ class RankedTrainer:
     async def publish(self, *, weights_dir: str, version: int) -> Published:
         return (await self._alike(lambda rank: rank.publish(weights_dir=weights_dir, version=version)))[0]
 
-    async def save(self, *, state_path: str) -> None:
-        await self._all(lambda rank: rank.save(state_path=state_path))
+    async def save(self, *, state_path: str) -> str | None:
+        return (await self._all(lambda rank: rank.save(state_path=state_path)))[0]  # the rank that writes
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))

@@ -251,7 +251,7 @@ class Replica:
             state.folder, state.base_version, state.trainer_version = target, version, version
             return published
 
-    def save(self, *, state_path: str) -> None:
+    def save(self, *, state_path: str) -> str | None:
         with self._naming("save", state_path):
             state = self._loaded()
             facts, tensors = state.learner.state(self._plan.policy)
@@ -260,7 +260,8 @@ class Replica:
                 facts = replace(
                     facts, trainer_version=state.trainer_version, adapter_base=base.name if base else None
                 )
-                write_state(Path(state_path), facts, tensors)
+                return write_state(Path(state_path), facts, tensors)
+            return None
 
     def close(self) -> None:
         """Lets go of the models; `load` may follow."""

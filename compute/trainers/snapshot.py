@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megloom.compute.state.durable import replace_file
+from megloom.compute.state.tensor_file import WrittenFile
+from megloom.compute.trainers.device_copy import save_tensors
 from megloom.compute.trainers.protocol import TrainerError
 
 SCHEMA_VERSION = 3  # 2 added `trainer_version`, 3 `adapter_base`
@@ -55,13 +56,13 @@ class SumsFacts:
 _Kind = TypeVar("_Kind", Facts, SumsFacts)
 
 
-def write_state(path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the file, whole or not at all; an older one is replaced."""
-    _write(path, _STATE, asdict(facts), tensors)
+def write_state(path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> str:
+    """Writes the file, whole or not at all; an older one is replaced. Returns its `digests.tree_digest`."""
+    return _write(path, _STATE, asdict(facts), tensors)
 
 
 def read_state(path: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """The inverse of `write_state`.
+    """The inverse of `write_state`. The tensors are mapped, not read yet: copy what is kept.
 
     Raises: FileNotFoundError if the file is missing; TrainerError if it is not a whole trainer state.
     """
@@ -81,9 +82,11 @@ def read_sums(path: Path) -> tuple[SumsFacts, dict[str, Tensor]]:
     return _read(path, _SUMS, SumsFacts)
 
 
-def _write(path: Path, key: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    replace_file(path, lambda temporary: save_file(whole, temporary, metadata={key: json.dumps(facts)}))
+def _write(path: Path, key: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    written: list[WrittenFile] = []
+    metadata = {key: json.dumps(facts)}
+    replace_file(path, lambda temporary: written.append(save_tensors(temporary, tensors, metadata)))
+    return written[0].digest
 
 
 def _read(path: Path, key: str, kind: type[_Kind]) -> tuple[_Kind, dict[str, Tensor]]:

@@ -30,8 +30,11 @@ class StateShelf(Protocol):
         """A new path for a trainer to write to, then to be kept or dropped. Raises: StateFull."""
         ...
 
-    async def keep(self, policy: str, draft: str) -> str:
-        """Makes a finished draft a kept state; returns its handle. Raises: StateError."""
+    async def keep(self, policy: str, draft: str, digest: str | None = None) -> str:
+        """Makes a finished draft a kept state; returns its handle. `digest` is the file's, if it is known.
+
+        Raises: StateError.
+        """
         ...
 
     async def fetch(self, handle: str) -> str:
@@ -62,7 +65,7 @@ class FolderShelf:
         self._folder.mkdir(parents=True, exist_ok=True)
         return str(self._folder / f"{policy}-{next(self._numbers):06d}")
 
-    async def keep(self, policy: str, draft: str) -> str:
+    async def keep(self, policy: str, draft: str, digest: str | None = None) -> str:
         return draft
 
     async def fetch(self, handle: str) -> str:
@@ -107,10 +110,10 @@ class StoreShelf:
         self._drafts[str(draft.path)] = draft
         return str(draft.path)
 
-    async def keep(self, policy: str, draft: str) -> str:
+    async def keep(self, policy: str, draft: str, digest: str | None = None) -> str:
         store = await self._opened()
         key = Key(run=self._run, policy=policy, kind=KIND, version=next(self._numbers))
-        entry = await store.put(key, self._drafts[draft])
+        entry = await store.put(key, self._drafts[draft], digest=digest)
         del self._drafts[draft]
         self._sizes[policy] = entry.size_bytes
         return str(key)

@@ -206,3 +206,22 @@ def test_a_step_in_micro_batches_has_the_gradient_of_the_aggregated_loss(tmp_pat
     assert distance(ours, expected) < 1e-5
     norm = torch.cat([value.flatten() for value in expected.values()]).norm()
     assert trainer.optim_step(scale=1.0 / denominator).grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_an_advantage_of_0_gives_the_update_of_the_next_float(tmp_path: Path, name: Any) -> None:
+    """The middle reward's sample is not sent in one case and sent in the other; both times it counts."""
+    norm_tokens = NORM_TOKENS if name == "seq-mean-token-sum-norm" else None
+    algorithm = Grpo(aggregation=name, norm_tokens=norm_tokens)
+    found, num_rows = [], []
+    for middle in (0.5, 0.5 + 1e-6):
+        # The sampler draws two paths of the last episode: one with an advantage of about 0, one without.
+        samples = samples_of("g", parallel_calls("g", [(0.0,), (middle,), (1.0, middle)]), algorithm)
+        rows, denominator = rows_of(samples), Aggregation.of(algorithm).denominator(samples)
+        trainer = replica(tmp_path / str(middle), algorithm=algorithm.model_dump())
+        trainer.forward_backward(batch(rows, name="all"))
+        sums = gradient_sums(trainer, tmp_path)
+        found.append({key: value / denominator for key, value in sums.items()})
+        num_rows.append(len(rows))
+    assert num_rows[0] < num_rows[1] == 4
+    assert distance(*found) < 1e-4

@@ -109,8 +109,9 @@ class ReplicaProcess:
             "publish", lambda: self._replica.publish(weights_dir=weights_dir, version=version)
         )
 
-    async def save(self, *, state_path: str) -> None:
-        await self._do("save", lambda: self._replica.save(state_path=state_path))
+    async def save(self, *, state_path: str) -> str | None:
+        digest: str | None = await self._do("save", lambda: self._replica.save(state_path=state_path))
+        return digest
 
     async def close(self) -> None:
         self.is_dead = True

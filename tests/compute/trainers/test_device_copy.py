@@ -1,4 +1,4 @@
-"""Tensors go to state files and back without a change, from any device that is here."""
+"""Tensors go to state files without a change, from any device that is here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megloom.compute.state.digests import tree_digest
-from megloom.compute.trainers.device_copy import HostBuffers, restored, save_tensors
+from megloom.compute.trainers.device_copy import HostBuffers, save_tensors
 
 
 def tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -32,17 +32,15 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape == second.shape and buffers.host_bytes(first) == buffers.host_bytes(second)
 
 
-def test_a_state_comes_back_bit_for_bit_in_memory_of_its_own(tmp_path: Path) -> None:
+def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     state = tensors()
     written = save_tensors(tmp_path / "state", state, {"facts": "{}"})
     assert written.digest == tree_digest(tmp_path / "state")
-    back = restored(tmp_path / "state")
-    assert list(load_file(tmp_path / "state")) and set(back) == set(state)
+    back = load_file(tmp_path / "state")
+    assert set(back) == set(state)
     assert all(
         same_bits(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in state.items()
     )
-    back["weight"].zero_()
-    assert same_bits(restored(tmp_path / "state")["weight"], state["weight"]), "the file is not written to"
 
 
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
@@ -51,15 +49,12 @@ def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device: D2H and H2D are real copies there"
-)
-def test_a_state_goes_from_one_device_to_a_file_and_to_another(tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: D2H is a real copy there")
+def test_a_state_goes_from_a_device_to_a_file(tmp_path: Path) -> None:
     state = tensors("cuda")
     large = torch.rand(3_000_001, device="cuda")
     buffers = HostBuffers(size_bytes=1 << 20)
     assert bytes(buffers.host_bytes(large)) == bytes(HostBuffers().host_bytes(large.cpu()))
-    assert torch.equal(buffers.to_device(large.cpu(), torch.device("cuda")), large)
     save_tensors(tmp_path / "state", state, {})
-    back = restored(tmp_path / "state", "cuda")
-    assert all(tensor.is_cuda and same_bits(tensor, state[name]) for name, tensor in back.items())
+    back = load_file(tmp_path / "state")
+    assert all(same_bits(tensor, state[name].cpu()) for name, tensor in back.items())

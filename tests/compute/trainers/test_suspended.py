@@ -156,9 +156,9 @@ def test_a_group_whose_state_does_not_fit_the_memory_is_suspended_on_the_disk(
         shelf = StoreShelf(tmp_path / "states", run="a-run", tiers=tiers)
         put, tries = shelf.keep, []
 
-        async def keep(policy: str, draft: str) -> str:
+        async def keep(policy: str, draft: str, digest: str | None = None) -> str:
             tries.append(draft)
-            return await put(policy, draft)
+            return await put(policy, draft, digest)
 
         shelf.keep = keep  # type: ignore[method-assign]
         group = await loaded(stage, stage.add(plan_of("a"), shelf=shelf))
