@@ -5,6 +5,8 @@
     weigh="episodes"    an outcome counts once, however many calls earned it (this is GRPO per agent)
     weigh="calls"       an outcome counts as often as the agent was called for it, as in the paper
 
+Either way a group of fewer than `min_group_size` outcomes has exact zeros, however many calls earned them.
+
 Source: Dr. MAS (arXiv 2602.08847). Deviations: "episodes" is the default, so that an episode with more turns
 does not move the baseline of the others; σ has Bessel's correction.
 """
@@ -17,7 +19,7 @@ from typing import Literal
 
 from megloom.compute.algorithms.base import Outcome
 from megloom.compute.algorithms.group_relative import GroupRelative
-from megloom.compute.algorithms.statistics import EPSILON, centred, positions_by, standardised
+from megloom.compute.algorithms.statistics import EPSILON, are_equal, positions_by, standardised
 
 
 class DrMas(GroupRelative):
@@ -36,6 +38,8 @@ class DrMas(GroupRelative):
             return super().advantages_of(outcomes, rewards, state)
         advantages = [0.0] * len(outcomes)
         for positions in positions_by(outcomes, self._group).values():
+            if len(positions) < self.min_group_size:  # one round of a larger group, perhaps
+                continue
             counts = [outcomes[position].num_calls for position in positions]
             found = _over_calls([rewards[position] for position in positions], counts)
             for position, advantage in zip(positions, found, strict=True):
@@ -44,8 +48,8 @@ class DrMas(GroupRelative):
 
 
 def _over_calls(rewards: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Standardised by the mean and deviation over `counts` copies of each reward."""
-    if len(rewards) < 2 or not any(centred(rewards)):
+    """Standardised by the mean and deviation over `counts` copies of each of at least 2 rewards."""
+    if are_equal(rewards):
         return [0.0] * len(rewards)
     total = sum(counts)
     mean = math.fsum(r * n for r, n in zip(rewards, counts, strict=True)) / total

@@ -15,16 +15,20 @@ def off_policy_steps(trainer_version: int, version_min: int | None) -> int:
     if version_min is None:
         return 0
     if version_min > trainer_version:
-        raise ValueError(f"sampled by version {version_min}, trainer at version {trainer_version}: newer")
+        raise ValueError(
+            f"its tokens are of version {version_min} and up, newer than the trainer's version "
+            f"{trainer_version}"
+        )
     return trainer_version - version_min
 
 
 def check_lag(
     sample_id: str, *, trainer_version: int, version_min: int | None, max_off_policy_steps: int
-) -> int:
-    """The sample's lag.
+) -> None:
+    """Refuses a sample whose oldest trainable token is more than the bound behind the trainer.
 
-    Raises: ValueError naming the sample, its lag and the bound if it is too old, or newer than the trainer.
+    Raises: ValueError naming the sample, both versions and the bound if it is too old, or newer than the
+        trainer.
     """
     try:
         lag = off_policy_steps(trainer_version, version_min)
@@ -32,7 +36,6 @@ def check_lag(
         raise ValueError(f"sample {sample_id}: {error}") from None
     if lag > max_off_policy_steps:
         raise ValueError(
-            f"sample {sample_id}: oldest token of version {version_min}, trainer at version "
-            f"{trainer_version}: {lag} steps off policy, at most {max_off_policy_steps} allowed"
+            f"sample {sample_id}: its oldest token is of version {version_min}, the trainer is at version "
+            f"{trainer_version}: {lag} off-policy steps, at most {max_off_policy_steps} are allowed"
         )
-    return lag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megloom.compute.scheduling.staleness import check_lag
 from megloom.compute.trainers.objective import IMITATION, POLICY_GRADIENT, check_columns
 from megloom.compute.trainers.passes import check_row, other_columns
 from megloom.compute.trainers.protocol import MicroBatch, TrainerError, TrainingRow
@@ -28,30 +29,25 @@ def check_batch(
         check_row(row, vocab_size=vocab_size, needs_behaviour=is_policy_gradient)
         if is_policy_gradient and row.loss_mask.any():
             check_columns(row, columns)
-            check_lag(row, trainer_version=trainer_version, bound=max_off_policy_steps)
+            _check_age(row, trainer_version=trainer_version, bound=max_off_policy_steps)
     if is_policy_gradient:
         _check_same_columns(batch.rows)
 
 
-def check_lag(row: TrainingRow, *, trainer_version: int, bound: int) -> None:
-    """Refuses a row whose oldest trainable token is more than `bound` versions behind the trainer.
+def _check_age(row: TrainingRow, *, trainer_version: int, bound: int) -> None:
+    """The lag is taken here, where the row is consumed.
 
-    The lag is taken here, where the row is consumed: trainer version − oldest version in the row.
     Raises: TrainerError naming the sample, both versions and the bound.
     """
-    if row.version_min is None:
-        return
-    lag = trainer_version - row.version_min
-    if lag > bound:
-        raise TrainerError(
-            f"sample {row.sample_id}: its oldest token is of version {row.version_min}, the trainer is at "
-            f"version {trainer_version}: {lag} off-policy steps, at most {bound} are allowed"
+    try:
+        check_lag(
+            row.sample_id,
+            trainer_version=trainer_version,
+            version_min=row.version_min,
+            max_off_policy_steps=bound,
         )
-    if lag < 0:
-        raise TrainerError(
-            f"sample {row.sample_id}: its tokens are of version {row.version_min} and up, newer than "
-            f"the trainer's version {trainer_version}"
-        )
+    except ValueError as error:
+        raise TrainerError(str(error)) from None
 
 
 def _check_same_columns(rows: Sequence[TrainingRow]) -> None:

@@ -24,7 +24,11 @@ GROUP_RELATIVE: list[dict[str, Any]] = [
     {"name": "hierarchical_grpo"},
     {"name": "hierarchical_grpo", "normalise": "none"},
 ]
-WHITENED: list[dict[str, Any]] = [{"name": "reinforce_pp"}, {"name": "reinforce_pp", "baseline": "group"}]
+WHITENED: list[dict[str, Any]] = [
+    {"name": "reinforce_pp"},
+    {"name": "reinforce_pp", "baseline": "group"},
+    {"name": "reinforce_pp", "baseline": "group", "baseline_per": "round"},
+]
 SHIFTED = [*GROUP_RELATIVE, *WHITENED]
 ALL = [*SHIFTED, {"name": "rae"}, {"name": "ppo"}]
 SCALED = [knobs for knobs in SHIFTED if knobs.get("normalise") != "none" and knobs["name"] != "rloo"]
@@ -174,7 +178,7 @@ def test_no_outcome_at_all_is_no_error(algorithm: PolicyGradient) -> None:
     assert algorithm.next_state([], {"solver": 0.5}) == {"solver": 0.5}
 
 
-@each([*GROUP_RELATIVE, WHITENED[1]])
+@each([*GROUP_RELATIVE, *WHITENED[1:]])
 def test_a_group_below_the_minimum_leaves_before_any_statistic(algorithm: PolicyGradient) -> None:
     strict = algorithm.model_copy(update={"min_group_size": 3})
     large, small = outcomes_of({"large": [1.0, 0.0, 0.5]}), outcomes_of({"small": [7.0, -7.0]})

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megloom.compute.algorithms.base import Outcome, Overlong
+from megloom.compute.algorithms.base import Outcome, Overlong, PolicyGradient
 from megloom.compute.algorithms.dapo import Dapo
 from megloom.compute.algorithms.dr_mas import DrMas
 from megloom.compute.algorithms.grpo import Grpo
@@ -62,6 +62,30 @@ def test_dr_mas_over_calls_counts_an_outcome_as_often_as_the_agent_was_called() 
     assert DrMas().estimate(outcomes, {}) == pytest.approx(Grpo().advantages([1.0, 0.0]))
 
 
+def round_of_two_in_a_group_of_eight() -> list[Outcome]:
+    """Eight first turns, two of which had a second one."""
+    first = [outcome(float(member % 3), member, key=f"m{member}-i0") for member in range(8)]
+    second = [outcome(float(member), member, key=f"m{member}-i1", round=1, num_calls=3) for member in (0, 1)]
+    return [*first, *second]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Grpo(baseline_per="round", min_group_size=4),
+        DrMas(baseline_per="round", min_group_size=4),
+        DrMas(baseline_per="round", min_group_size=4, weigh="calls"),
+        ReinforcePlusPlus(baseline="group", baseline_per="round", min_group_size=4),
+    ],
+    ids=["grpo", "dr_mas", "dr_mas over calls", "reinforce_pp"],
+)
+def test_a_round_below_the_minimum_has_exact_zeros_and_moves_nobody(algorithm: PolicyGradient) -> None:
+    outcomes = round_of_two_in_a_group_of_eight()
+    found = algorithm.estimate(outcomes, {})
+    assert found[8:] == [0.0, 0.0] and all(found[:8])
+    assert found[:8] == algorithm.estimate(outcomes[:8], {})
+
+
 def turns(rewards: list[list[float]]) -> list[Outcome]:
     return [
         outcome(reward, member, key=f"m{member}-i{turn}", round=turn)
@@ -95,6 +119,22 @@ def test_reinforce_pp_looks_over_the_borders_of_groups_of_one() -> None:
     outcomes = outcomes_of({"a": [1.0], "b": [0.0]}, num_tokens=1)
     assert ReinforcePlusPlus().estimate(outcomes, {}) == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])
     assert ReinforcePlusPlus(baseline="group").estimate(outcomes, {}) == [0.0, 0.0]
+
+
+def test_reinforce_pp_may_take_each_rounds_own_mean_off() -> None:
+    """Rounds of unlike scale: per agent the round decides the sign, per round the member does."""
+    outcomes = turns([[1.0, 10.0], [0.0, 12.0]])
+    per_round = ReinforcePlusPlus(baseline="group", baseline_per="round")
+    deviation = math.sqrt(4 * (0.5**2 + 1 + 0.5**2 + 1) / 15 + 1e-8)  # of four tokens each
+    expected = [part / deviation for part in (0.5, -1.0, -0.5, 1.0)]
+    assert per_round.estimate(outcomes, {}) == pytest.approx(expected)
+    per_agent = ReinforcePlusPlus(baseline="group").estimate(outcomes, {})
+    assert [advantage > 0 for advantage in per_agent] == [False, True, False, True]
+
+
+def test_rounds_without_a_group_baseline_are_refused() -> None:
+    with pytest.raises(ValueError, match="baseline_per 'round' with baseline 'none': set baseline"):
+        ReinforcePlusPlus(baseline_per="round")
 
 
 def test_an_outcome_whose_tokens_are_all_untrained_does_not_count_in_the_whitening() -> None:

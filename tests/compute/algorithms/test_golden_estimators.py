@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,114 @@ def test_advantages_equal_a_slow_reference_on_ragged_groups(knobs: dict[str, Any
     found = ours(knobs, [float(rewards[i]) for i in order], shuffled, [lengths[i] for i in order])
     expected = slow(knobs, rewards[order], shuffled, [lengths[i] for i in order])
     assert np.allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def episodes(seed: int) -> list[Outcome]:
+    """Two agents in ragged groups: calls scored for themselves, in rounds, and episodes that share."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(5):
+        for member in range(int(random.integers(2, 8))):
+            for agent in ("solver", "critic"):
+                episode = f"g{number}-m{member}"
+                num_turns = int(random.integers(0, 4))
+                for turn in range(max(1, num_turns)):
+                    limit = int(random.integers(20, 60))
+                    found.append(
+                        Outcome(
+                            key=f"{episode}-{agent}-{turn}" if num_turns else episode,
+                            episode_id=episode,
+                            group_id=f"g{number}",
+                            agent=agent,
+                            reward=float(random.normal() * 3 + 1) if number else 0.7,  # one constant group
+                            round=turn,
+                            num_tokens=int(random.integers(1, limit + 1)),
+                            limit_tokens=limit,
+                            num_calls=int(random.integers(1, 6)),
+                        )
+                    )
+    return [found[i] for i in random.permutation(len(found))]
+
+
+def over_deviation(value: float, others: list[float]) -> float:
+    """(value − mean) / (std + 1e-6), 0 for a value alone or equal ones."""
+    if len(others) < 2 or max(others) - min(others) == 0.0:
+        return 0.0
+    array = np.array(others, dtype=np.float64)
+    return float((value - array.mean()) / (array.std(ddof=1) + 1e-6))
+
+
+def after_penalty(one: Outcome) -> float:
+    """DAPO's: 0 up to 8 tokens below the limit, then falling to −2 at the limit."""
+    start = one.limit_tokens - 8
+    return one.reward - (2.0 * (one.num_tokens - start) / 8 if one.num_tokens > start else 0.0)
+
+
+def slow_dapo(one: Outcome, outcomes: list[Outcome]) -> float:
+    peers = [o for o in outcomes if (o.group_id, o.agent) == (one.group_id, one.agent)]
+    if len({o.reward for o in peers}) == 1:
+        return 0.0
+    return over_deviation(after_penalty(one), [after_penalty(o) for o in peers])
+
+
+def slow_dr_mas(one: Outcome, outcomes: list[Outcome]) -> float:
+    """Each outcome written down once for every call; one outcome alone has no baseline."""
+    peers = [o for o in outcomes if (o.group_id, o.agent) == (one.group_id, one.agent)]
+    copies = [o.reward for o in peers for _ in range(o.num_calls)]
+    return over_deviation(one.reward, copies) if len(peers) > 1 else 0.0
+
+
+STATE = {"solver": 0.4, "critic": -1.5}
+
+
+def slow_rae(one: Outcome, outcomes: list[Outcome]) -> float:
+    return one.reward - STATE[one.agent]
+
+
+def slow_hierarchical(one: Outcome, outcomes: list[Outcome]) -> float:
+    mine = [o for o in outcomes if (o.group_id, o.agent) == (one.group_id, one.agent)]
+    if len(mine) < 2:
+        return 0.0
+    returns = {}
+    for episode in sorted({o.episode_id for o in mine}):
+        returns[episode] = float(np.mean([o.reward for o in mine if o.episode_id == episode]))
+    result = over_deviation(returns[one.episode_id], list(returns.values()))
+    if one.key != one.episode_id:
+        in_round = [o.reward for o in mine if o.round == one.round and o.key != o.episode_id]
+        result += 0.5 * over_deviation(one.reward, in_round)
+    return result
+
+
+SLOW: list[tuple[dict[str, Any], Callable[[Outcome, list[Outcome]], float]]] = [
+    ({"name": "dapo", "overlong": {"buffer_tokens": 8, "penalty": 2.0}}, slow_dapo),
+    ({"name": "dr_mas", "weigh": "calls"}, slow_dr_mas),
+    ({"name": "rae"}, slow_rae),
+    ({"name": "hierarchical_grpo", "round_weight": 0.5}, slow_hierarchical),
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("knobs", "reference"), SLOW, ids=lambda value: getattr(value, "__name__", ""))
+def test_advantages_equal_a_slow_reference_on_ragged_episodes(
+    knobs: dict[str, Any], reference: Callable[[Outcome, list[Outcome]], float], seed: int
+) -> None:
+    outcomes = episodes(seed)
+    found = parse_algorithm(knobs).estimate(outcomes, STATE)
+    expected = [reference(one, outcomes) for one in outcomes]
+    assert sum(value != 0.0 for value in expected) > len(expected) / 2
+    assert np.allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_running_baseline_is_that_of_a_loop_over_the_mean(seed: int) -> None:
+    outcomes, decay = episodes(seed), 0.9
+    expected = dict(STATE)
+    for agent in STATE:
+        rewards = [o.reward for o in outcomes if o.agent == agent]
+        for _ in rewards:
+            expected[agent] = decay * expected[agent] + (1 - decay) * float(np.mean(rewards))
+    found = parse_algorithm({"name": "rae", "decay": decay}).next_state(outcomes, STATE)
+    assert found == pytest.approx(expected, rel=0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0)])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megloom.compute.algorithms.ppo import Ppo
 from megloom.compute.trainers.protocol import TrainerError
 from megloom.compute.trainers.replica import Replica
+from megloom.compute.workload import Optimizer
 
 from .builders import (
     batch,
@@ -19,13 +23,15 @@ from .builders import (
     plan,
     ragged_rows,
     replica,
-    row,
     state_tensors,
     trained_critic,
     with_critic_columns,
 )
+from .group_parts import Stage, on_stage
+from .test_group import Direct, loaded
 
 PARTS = [batch(ragged_rows(24)[part::4], name=f"part-{part}") for part in range(4)]
+WEIGHTS = {"calm": 1.0, "stormy": 1e12}  # of the rows of two policies
 
 
 def exported(trainer: Replica, path: Path) -> str:
@@ -110,19 +116,50 @@ def test_a_trainers_state_is_no_file_of_sums(tmp_path: Path) -> None:
         trainer.add_gradients(path=str(tmp_path / "state"))
 
 
-def test_huge_gradients_of_one_policy_leave_anothers_clipping_alone(tmp_path: Path) -> None:
-    def updated(other_weight: float) -> tuple[float, dict[str, Tensor]]:
-        mine = replica(tmp_path / "w")
-        other = replica(tmp_path / "o", policy="verifier")
-        mine.forward_backward(PARTS[0])
-        other.forward_backward(batch([row(1, weight=other_weight)]))
-        other.optim_step(scale=1.0)
-        norm = mine.optim_step(scale=1.0).grad_norm
-        return norm, state_tensors(mine, tmp_path)
+async def two_steps(trainer: Any, policy: str, folder: Path) -> AsyncIterator[float | None]:
+    """A verb at each turn, and the norm after an update."""
+    for step in (1, 2):
+        for part in PARTS[2 * step - 2 :][:2]:
+            rows = [replace(one, weight=WEIGHTS[policy]) for one in part.rows]
+            await trainer.forward_backward(batch(rows, name=part.micro_batch_id))
+            yield None
+        yield (await trainer.optim_step(scale=0.01)).grad_norm
+        await trainer.publish(weights_dir=str(folder / policy), version=step)
+        yield None
+        await trainer.save(state_path=str(folder / f"{policy}.s{step}"))
+        yield None
 
-    (norm, calm), (same_norm, stormy) = updated(1.0), updated(1e12)
-    assert norm == same_norm
-    assert all(torch.equal(calm[name], stormy[name]) for name in calm)
+
+def test_huge_gradients_of_one_policy_leave_anothers_clipping_alone(tmp_path: Path) -> None:
+    """They share a trainer cell, which changes hands at every verb; each is as if it were trained alone."""
+    optimizer = Optimizer(learning_rate=1e-3, grad_clip=0.01).model_dump()
+    plans = {policy: plan(policy=policy, optimizer=optimizer) for policy in WEIGHTS}
+    (tmp_path / "alone").mkdir()
+
+    async def work_alone(policy: str) -> list[float]:
+        trainer = Direct(plans[policy], tmp_path / "alone")
+        return [norm async for norm in two_steps(trainer, policy, tmp_path / "alone") if norm is not None]
+
+    alone = {policy: asyncio.run(work_alone(policy)) for policy in WEIGHTS}  # the calm one first
+    assert min(alone["stormy"]) > 1e6 * max(alone["calm"]) > 1e6 * 0.01, "both are clipped"
+    norms: dict[str, list[float]] = {policy: [] for policy in WEIGHTS}
+
+    async def work(stage: Stage) -> None:
+        turns = [
+            (policy, two_steps(await loaded(stage, stage.add(made)), policy, stage.folder))
+            for policy, made in plans.items()
+        ]
+        for _ in range(10):
+            for policy, verbs in reversed(turns):
+                if (norm := await anext(verbs)) is not None:
+                    norms[policy].append(norm)
+        assert stage.kinds()["trainer_offloaded"] >= 18 and stage.starter.max_running == 1
+
+    on_stage(tmp_path / "shared", work, num_cells=1)
+    assert norms == alone
+    for policy in WEIGHTS:
+        shared, expected = (tmp_path / name / f"{policy}.s2" for name in ("shared", "alone"))
+        assert shared.read_bytes() == expected.read_bytes()
 
 
 def test_sums_survive_a_save_between_the_hand_ins(tmp_path: Path) -> None:

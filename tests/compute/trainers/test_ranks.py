@@ -44,8 +44,8 @@ def processes() -> Iterator[RankProcesses]:
     started.end()
 
 
-def ranked_plan(stage: int, **overrides: Any) -> TrainerPlan:
-    knobs = {"backend": "deepspeed", "ranks": 2, "zero_stage": stage, "budget_tokens": 40}
+def ranked_plan(stage: int, ranks: int = 2, **overrides: Any) -> TrainerPlan:
+    knobs = {"backend": "deepspeed", "ranks": ranks, "zero_stage": stage, "budget_tokens": 40}
     return plan(trainer=knobs, optimizer=OPTIMIZER, **overrides)
 
 
@@ -68,8 +68,12 @@ def weight_gap(one_uri: str, other_uri: str) -> float:
     return relative_gap(*(load_file(Path(uri) / MODEL_FILE) for uri in (one_uri, other_uri)))
 
 
+def saved(prefix: str, path: Path) -> dict[str, Tensor]:
+    return {name: value for name, value in read_state(path)[1].items() if name.startswith(prefix)}
+
+
 def saved_sums(path: Path) -> dict[str, Tensor]:
-    return {name: value for name, value in read_state(path)[1].items() if name.startswith("sums/")}
+    return saved("sums/", path)
 
 
 # Splitting and merging
@@ -387,5 +391,73 @@ def test_a_state_of_two_ranks_continues_on_one_and_back(processes: RankProcesses
         made = await second.publish(weights_dir=str(tmp_path / "ranked"), version=1)
         expected = reference.publish(weights_dir=str(tmp_path / "alone"), version=1)
         assert weight_gap(made.uri, expected.uri) < TOLERANCE
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_gradient_of_two_ranks_is_that_of_one_where_no_sums_can_be_saved(
+    processes: RankProcesses, tmp_path: Path, stage: int
+) -> None:
+    """After the first step the first moment is the gradient, up to a factor."""
+    parts = [batch(ROWS[:1], name="one"), batch(ROWS[1:8], name="seven"), batch(ROWS[8:], name="rest")]
+
+    async def first_moments(num_ranks: int, uri: str) -> dict[str, Tensor]:
+        trainer, _ = await processes.start(ranked_plan(stage, num_ranks), num_ranks)
+        await trainer.load(weights_uri=uri, state_path=None)
+        for part in parts:
+            await trainer.forward_backward(part)
+        await trainer.optim_step(scale=0.001)
+        await trainer.save(state_path=str(tmp_path / f"ranks-{num_ranks}"))
+        await trainer.close()
+        return saved("optimizer/exp_avg/", tmp_path / f"ranks-{num_ranks}")
+
+    async def work() -> None:
+        reference = alone(tmp_path / "alone")
+        for part in parts:
+            reference.forward_backward(part)
+        norm = reference.optim_step(scale=0.001).grad_norm
+        assert 0.1 < norm < 0.5, "not clipped, so that a wrong factor shows"
+        reference.save(state_path=str(tmp_path / "state"))
+        expected = saved("optimizer/exp_avg/", tmp_path / "state")
+        assert all(value.any() for value in expected.values())
+        one, two = [await first_moments(n, str(tmp_path / "alone" / "v000000")) for n in (1, 2)]
+        assert relative_gap(two, one) < TOLERANCE
+        assert relative_gap(two, expected) < TOLERANCE
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_two_ranks_go_on_from_a_state_in_mid_batch_to_the_same_bits(
+    processes: RankProcesses, tmp_path: Path, stage: int
+) -> None:
+    """Also those that wrote it, since a save moves the sums of all ranks to rank 0, as a load does."""
+    short, rest, state = batch(ROWS[:6], name="short"), batch(ROWS[6:], name="rest"), str(tmp_path / "state")
+
+    async def digest(trainer: RankedTrainer, folder: str) -> str:
+        await trainer.forward_backward(rest)
+        assert (await trainer.optim_step(scale=0.01)).micro_batch_ids == ("short", "rest")
+        published = await trainer.publish(weights_dir=str(tmp_path / folder), version=1)
+        await trainer.close()
+        return published.digest
+
+    async def work() -> None:
+        first, _ = await processes.start(ranked_plan(stage), 2)
+        uri = (await first.create(str(tmp_path / "w"))).uri
+        await first.load(weights_uri=uri, state_path=None)
+        await first.forward_backward(short)
+        await first.save(state_path=state)
+        digests = [await digest(first, "first")]
+        for number in range(2):
+            again, _ = await processes.start(ranked_plan(stage), 2)
+            await again.load(weights_uri=uri, state_path=state)
+            digests.append(await digest(again, f"again-{number}"))
+        assert digests[1] == digests[2]
+        assert digests[0] == digests[1]
 
     asyncio.run(work())
