@@ -37,11 +37,18 @@ def test_episodes_of_an_unmodified_program_are_recorded_scored_and_trained_on(pl
 
     calls, edges, samples = rows("invocations"), rows("edges"), rows("samples")
     segments = {segment.segment_id: segment for segment in rows("segments")}
-    trained = [call for call in calls if call.episode_id.startswith("g")]
-    assert len({call.episode_id for call in trained}) == 16
-    assert any(edge.kind == "extends" for edge in edges)
-    for call in trained:
+    episodes = {episode.episode_id: episode for episode in rows("episodes") if episode.purpose == "train"}
+    assert len(episodes) == 16
+    assert {(e.state, e.reward_status, e.failure) for e in episodes.values()} == {("scored", "scored", None)}
+    assert all(math.isfinite(episode.reward) for episode in episodes.values())
+    trained = {call.invocation_id: call for call in calls if call.episode_id in episodes}
+    assert {call.episode_id for call in trained.values()} == set(episodes), "each has at least one answer"
+    for call in trained.values():
         check_tokens(call, segments)
+    extends = [edge for edge in edges if edge.kind == "extends" and edge.episode_id in episodes]
+    assert extends
+    for edge in extends:
+        check_extends(edge, trained, segments)
     version = next(v for v in rows("policy_versions") if v.policy == "coder")
     assert version.num_samples > 0 and math.isfinite(version.grad_norm) and version.grad_norm > 0
     owned = [name for s in samples for name in s.invocation_ids]
@@ -49,11 +56,24 @@ def test_episodes_of_an_unmodified_program_are_recorded_scored_and_trained_on(pl
 
 
 def check_tokens(call: Any, segments: dict[str, SegmentRecord]) -> None:
-    """Ids, log-probabilities and versions of an answer agree; its path begins with its prompt."""
-    if call.completion_segment is None:
-        return
+    """The call was answered; ids, log-probabilities and versions of the answer agree, after its prompt."""
+    assert call.state == "done" and call.completion_segment is not None, (call.invocation_id, call.failure)
     answer = segments[call.completion_segment]
-    assert len(answer.token_ids) == len(answer.logprobs or ()) == call.num_completion_tokens
-    assert [end for _, _, end in answer.version_spans or ()][-1] == len(answer.token_ids)
+    assert answer.sampled and 0 < len(answer.token_ids) == call.num_completion_tokens
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+    assert all(math.isfinite(value) and value <= 0 for value in answer.logprobs)
+    bounds = [0, *(end for _, _, end in answer.version_spans or ())]
+    assert [start for _, start, _ in answer.version_spans or ()] == bounds[:-1]
+    assert bounds[-1] == len(answer.token_ids)
     prompt = path_tokens(segments, call.prompt_segment)
+    assert len(prompt) == call.num_prompt_tokens > 0
     assert path_tokens(segments, answer.segment_id) == prompt + answer.token_ids
+
+
+def check_extends(edge: Any, calls: dict[str, Any], segments: dict[str, SegmentRecord]) -> None:
+    """The child's prompt begins with what its parent read and wrote."""
+    parent, child = calls[edge.parent], calls[edge.child]
+    assert parent.episode_id == child.episode_id == edge.episode_id
+    before = path_tokens(segments, parent.prompt_segment) + segments[parent.completion_segment].token_ids
+    prompt = path_tokens(segments, child.prompt_segment)
+    assert len(prompt) > len(before) and prompt[: len(before)] == before, (edge.parent, edge.child)

@@ -32,7 +32,9 @@ from megloom.pipelines.systems.coding_tasks import (
     NAMES,
     NUMBERS,
     OPERATORS,
+    Bug,
     Grade,
+    GraderError,
     bug_of,
     grade,
     held_out_rows,
@@ -108,12 +110,15 @@ MODEL = RandomModel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """What an episode came to: `num_commands` is how many the program ran."""
+    """What an episode came to: `num_commands` is how many the program ran, `grade` what it left is worth.
+
+    Without a verdict `grade` is what kept the grader from one.
+    """
 
     program: HarnessResult
     num_commands: int
     has_changed: bool
-    grade: Grade
+    grade: Grade | GraderError
 
 
 def prompt(issue: str, *turns: str) -> list[dict[str, str]]:
@@ -140,8 +145,16 @@ async def repair(task: Any, team: Any) -> Repair:
         program=program,
         num_commands=commands_in(program.workspace.get(TRAJECTORY, b"")),
         has_changed=code != bug.files[FILE].encode(),
-        grade=await grade(bug, code),
+        grade=await _graded(bug, code),
     )
+
+
+async def _graded(bug: Bug, code: bytes | None) -> Grade | GraderError:
+    """The grade, or why there is none: the reward raises it, so that the episode counts as unscorable."""
+    try:
+        return await grade(bug, code)
+    except GraderError as error:
+        return error
 
 
 def commands_in(trajectory: bytes) -> int:
@@ -154,8 +167,15 @@ def commands_in(trajectory: bytes) -> int:
 
 
 def score(task: Any, episode: Any) -> Score:
-    """1 for a repaired repository; a little for a command that ran, and for a changed file that works."""
-    found: Repair = episode.result
+    """1 for a repaired repository; a little for a command that ran, and for a changed file that works.
+
+    Raises: GraderError if the grader came to no verdict.
+    """
+    found: Repair | None = episode.result
+    if found is None:
+        raise GraderError("the episode ended before its files were graded")
+    if isinstance(found.grade, GraderError):
+        raise found.grade
     is_solved = found.grade.passed == 1.0
     partly = RAN * (found.num_commands > 0) + CHANGED * (found.has_changed and found.grade.works)
     metrics: Mapping[str, tuple[float, int]] = {

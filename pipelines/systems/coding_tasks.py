@@ -7,6 +7,7 @@ network, asks it for values, and compares them here: the code under test never s
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megloom.compute.rollout.harness import run_alone
-from megloom.compute.workload import Demonstration, ProgramLimits
+from megloom.compute.workload import Demonstration, HarnessResult, ProgramLimits
 
 FILE = "shop.py"
 NAMES = ("price", "total", "change", "weight", "score", "speed", "count", "level")
@@ -27,6 +28,7 @@ INPUTS = (-7, 0, 1, 4, 25)
 NUM_TRAIN, NUM_HELD_OUT = 200, 50
 TRAIN_SEED, HELD_OUT_SEED = 11, 12
 GRADE_S = 10.0
+GRADE_TRIES, GRADE_PAUSE_S = 3, 0.5  # of a grader without a verdict; a machine that is full needs a moment
 GRADER_LIMITS = ProgramLimits(
     disk_bytes=1 << 20,
     file_bytes=1 << 20,
@@ -36,14 +38,17 @@ GRADER_LIMITS = ProgramLimits(
     grace_s=0.1,
     network="closed_if_possible",
 )
-ASK = """
+BEGUN = "the grader has begun"  # its first line, printed before any code under test runs
+ASK = f"""
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("repaired", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
+values = json.loads(sys.argv[3])
+print({BEGUN!r}, flush=True)
 spec.loader.exec_module(module)
 function = getattr(module, sys.argv[2])
 print()
-print(json.dumps([function(value) for value in json.loads(sys.argv[3])]))
+print(json.dumps([function(value) for value in values]))
 """
 SUBMIT = "$ echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 WRONG_REPAIR = 0.4  # of the teacher's repairs: imitation alone must leave something to learn
@@ -94,15 +99,59 @@ class Grade:
     passed: float
 
 
+class GraderError(Exception):
+    """The grader came to no verdict: nothing is known of the code, which is not the same as wrong code."""
+
+
 async def grade(bug: Bug, code: bytes | None) -> Grade:
-    """Runs the hidden tests on a file; one that is missing, broken or too slow passes none."""
+    """Runs the hidden tests on a file; one that is missing, broken or too slow passes none.
+
+    A grader that did not begin is tried again, and so is the first that ran out of time: the machine may have
+    been busy. The caller's deadline bounds all of it. Raises: GraderError if no try came to a verdict.
+    """
     if code is None:
         return Grade(works=False, passed=0.0)
+    was_slow, failure = False, ""
+    for attempt in range(GRADE_TRIES):
+        await asyncio.sleep(attempt * GRADE_PAUSE_S)
+        try:
+            result = await _ask(bug, code)
+        except OSError as error:  # no process, no file, no space
+            failure = f"{type(error).__name__}: {error}"
+            continue
+        if not _has_begun(result):
+            failure = _why_not_begun(result)
+        elif result.timed_out and not was_slow:
+            was_slow, failure = True, f"no answer within {GRADE_S:g} s"
+        else:
+            return _verdict(bug, result)
+    raise GraderError(f"no verdict on {bug.name} in {GRADE_TRIES} tries, the last: {failure}")
+
+
+async def _ask(bug: Bug, code: bytes) -> HarnessResult:
     program = (sys.executable, "-I", "-S", "ask.py", FILE, bug.name, json.dumps(INPUTS))
-    result = await run_alone(
+    return await run_alone(
         program, files={FILE: code, "ask.py": ASK}, timeout_s=GRADE_S, limits=GRADER_LIMITS, keep=()
     )
-    answers = _answers(result.output) if result.exit_code == 0 and not result.timed_out else []
+
+
+def _has_begun(result: HarnessResult) -> bool:
+    """Whether what happened is the doing of the code under test, which can take the first line from nobody.
+
+    A file too large for the grader's disk is, too: it may be stopped for that before it begins.
+    """
+    return result.over_disk or result.output.startswith(f"{BEGUN}\n")
+
+
+def _why_not_begun(result: HarnessResult) -> str:
+    how = f"not within {GRADE_S:g} s" if result.timed_out else f"exit status {result.exit_code}"
+    return f"it did not begin, {how}: {result.output.strip()[-200:] or 'it said nothing'}"
+
+
+def _verdict(bug: Bug, result: HarnessResult) -> Grade:
+    """What a grader that has begun says of the code."""
+    is_whole = result.exit_code == 0 and not result.timed_out and not result.over_disk
+    answers = _answers(result.output) if is_whole else []
     works = len(answers) == len(INPUTS)
     right = [type(own) is int and own == told for own, told in zip(answers, bug.expected, strict=False)]
     return Grade(works=works, passed=sum(right) / len(INPUTS) if works else 0.0)
