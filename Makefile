@@ -9,7 +9,7 @@ SGLANG := $(CURDIR)/.venv-sglang
 export DAGSTER_HOME ?= $(CURDIR)/.dagster
 export MEGLOOM_HOME ?= $(CURDIR)/.megloom
 
-.PHONY: demo test test-full test-sglang soak fuzz check ui install clean
+.PHONY: demo test test-full test-sglang soak soak-gateway fuzz check ui install clean
 
 demo: $(VENV)/.core $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
 	$(BIN)/megloom demo --model $(MODEL)
@@ -38,12 +38,18 @@ $(SGLANG)/.installed: tests/sglang/requirements.txt
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.kills.soak $(if $(N),--kills $(N)) $(if $(SEED),--seed $(SEED))
 
-# The property tests of the graph's two views, and hostile requests against every route of the gateway, with ten
+# The gateway under load for 200,000 calls, or `make soak-gateway N=1000000`: prints its figures, among them how
+# much its memory grew, and fails if the conductor saw a call lost, doubled or recorded wrongly.
+# A short version is in `make test`.
+soak-gateway: $(VENV)/.core
+	$(BIN)/python bench/gateway.py $(if $(N),--calls $(N),--soak)
+
+# The property tests of the graph's two views, the state store and the schedulers, and hostile requests against every route of the gateway, with ten
 # times the examples of `make test`: each test ends after 1,000 examples, and schemathesis draws bodies for five
 # minutes. Every failure prints how it is repeated.
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -m '' --numprocesses 2 --dist worksteal \
-		tests/compute/graph tests/fuzz
+		tests/compute/graph tests/compute/state tests/compute/scheduling tests/fuzz
 
 check: $(VENV)/.dev $(DAGSTER_HOME)
 	$(BIN)/ruff check .

@@ -120,6 +120,8 @@ def _run_job(config: SessionConfig, home: Path) -> str | None:
 def _run_config(config: SessionConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     values["training"] = {k: v for k, v in values["training"].items() if v is not None}
+    if "paths_per_episode" in values["training"]:  # Dagster knows no "number or text"
+        values["training"]["paths_per_episode"] = str(values["training"]["paths_per_episode"])
     values = {key: value for key, value in values.items() if value is not None}
     return {
         "ops": {"training_session": {"config": values}},

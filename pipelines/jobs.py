@@ -40,6 +40,12 @@ class CellsConfig(dg.Config):
     )
     threads: int = Field(default=1, description="Torch threads of each engine and trainer.")
     device: str = Field(default="cpu", description="Device of engines and trainers.")
+    engine: Literal["local", "sglang"] = Field(
+        default="local", description="Who samples: Megloom's own engine, or real SGLang."
+    )
+    engine_python: str | None = Field(
+        default=None, description="Interpreter that has SGLang. Empty: the service's own."
+    )
 
 
 class TrainingOverridesConfig(dg.Config):
@@ -48,7 +54,9 @@ class TrainingOverridesConfig(dg.Config):
     tasks_per_step: int | None = Field(default=None, description=f"Tasks drawn in a step. {_KEEP}")
     group_size: int | None = Field(default=None, description=f"Episodes of one task, at least 2. {_KEEP}")
     micro_batch_groups: int | None = Field(default=None, description=f"Groups in a micro-batch. {_KEEP}")
-    paths_per_episode: int | None = Field(default=None, description=f"Training paths of an episode. {_KEEP}")
+    paths_per_episode: str | None = Field(
+        default=None, description=f"Training paths of an episode, a number or all. {_KEEP}"
+    )
     warm_examples: int | None = Field(
         default=None, description=f"Demonstrations per policy at the start. {_KEEP}"
     )

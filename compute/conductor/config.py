@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from megloom.compute.closed import Closed
 
 Mode = Literal["frozen", "sync"]
-_PLACES = {"trainers", "trainer_idle_s", "engine_folders"}  # of cells: where things are shapes no result
+# Of cells: where things are shapes no result.
+_PLACES = {"trainers", "trainer_idle_s", "engine_folders", "engine_python"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _WORKLOAD = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -37,6 +38,20 @@ class Cells(Closed):
     )
     threads: int = Field(default=1, ge=1, description="torch threads of each engine and trainer process")
     device: str = Field(default="cpu", description="device of engines and trainers")
+    engine: Literal["local", "sglang"] = Field(
+        default="local", description="who samples: this repository's engine, or real SGLang"
+    )
+    engine_python: str | None = Field(
+        default=None, description="interpreter that has sglang (default: the service's own)"
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _sglang_has_a_whole_device(cls, value: str, info: ValidationInfo) -> str:
+        device = info.data.get("device", "cpu")
+        if value == "sglang" and device not in ("cpu", "cuda"):
+            raise ValueError(f"sglang runs on device cpu or cuda, not {device}")
+        return value
 
 
 class Storage(Closed):
@@ -54,12 +69,15 @@ class Storage(Closed):
 
 
 class TrainingOverrides(Closed):
-    """Values that replace the workload's own `Training`; None keeps the workload's."""
+    """Values that replace the workload's own `Training`; None keeps the workload's.
+
+    "all" paths of an episode is the workload's own None.
+    """
 
     tasks_per_step: int | None = Field(default=None, ge=1)
     group_size: int | None = Field(default=None, ge=2)
     micro_batch_groups: int | None = Field(default=None, ge=1)
-    paths_per_episode: int | None = Field(default=None, ge=1)
+    paths_per_episode: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
     warm_examples: int | None = Field(default=None, ge=0)
     warm_batch: int | None = Field(default=None, ge=1)
     eval_every: int | None = Field(default=None, ge=0)
@@ -70,6 +88,20 @@ class TrainingOverrides(Closed):
     call_timeout_s: float | None = Field(default=None, gt=0)
     field_timeout_s: float | None = Field(default=None, gt=0)
     reward_retries: int | None = Field(default=None, ge=0)
+
+    @field_validator("paths_per_episode", mode="wrap")
+    @classmethod
+    def _paths_are_a_number_or_all(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """One line in place of one for each member of the union."""
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError('expected a whole number of at least 1, or "all"') from None
+
+    def replacing(self) -> dict[str, Any]:
+        """The fields of `Training` that these values replace."""
+        given = self.model_dump(exclude_none=True, exclude={"eval_tasks"})
+        return {name: None if value == "all" else value for name, value in given.items()}
 
 
 class SessionConfig(Closed):

@@ -16,6 +16,7 @@ from megloom.compute.gateway.protocol import Admission, AgentRoute, EpisodeCount
 from megloom.compute.graph.seeds import derive_seed
 from megloom.compute.rollout.protocol import AgentPlan, Endpoint
 
+ADMIT_TIMEOUT_S = 10.0  # it only makes an entry: more means that it hangs
 CLOSE_TIMEOUT_S = (
     20.0  # a gateway gives the ends of its calls ten seconds to be told; more means that it hangs
 )
@@ -66,9 +67,11 @@ class Gateways:
         self._gateways: dict[str, Gateway] = {}
         self._is_up = {name: asyncio.Event() for name in names}
         self._admitted: dict[str, Admitted] = {}
+        self._suspected: set[str] = set()  # until they are up anew: one restart, however many episodes wait
 
     def up(self, name: str, gateway: Gateway) -> None:
         self._gateways[name] = gateway
+        self._suspected.discard(name)
         self._is_up[name].set()
         self._events.add("gateway_up", cell=name)
 
@@ -90,7 +93,8 @@ class Gateways:
         Raises: GatewayLost if it goes away meanwhile.
         """
         name = self.names[derive_seed(self._run, episode_id) % len(self.names)]
-        await self._is_up[name].wait()
+        while (gateway := self._gateways.get(name)) is None:  # what was up may be down before this wakes
+            await self._is_up[name].wait()
         admission = Admission(
             run=self._run,
             episode_id=episode_id,
@@ -103,7 +107,13 @@ class Gateways:
         self.desk.open_attempt(episode_id, attempt, ends_s=ends_s, seed_of=seed_of)
         endpoint = None
         try:
-            endpoint = await self._gateways[name].admit(admission)
+            async with asyncio.timeout(ADMIT_TIMEOUT_S):
+                endpoint = await gateway.admit(admission)
+        except TimeoutError:
+            cause = f"did not admit an episode in {ADMIT_TIMEOUT_S:g} s"
+            self.down(name, cause)
+            self._suspect(name)
+            raise GatewayLost(f"{name}: {cause}") from None
         except GatewayLost as error:
             self.down(name, str(error))  # at once: the next attempt must not meet it again
             raise
@@ -133,13 +143,18 @@ class Gateways:
         except GatewayLost as error:
             self.down(admitted.name, str(error))
         except TimeoutError:
-            self._suspects.put_nowait(admitted.name)
+            self._suspect(admitted.name)
             warnings = (f"gateway: {admitted.name} did not close the episode in {CLOSE_TIMEOUT_S:g} s",)
         finally:
             del self._admitted[episode_id]
             calls = self.desk.close_attempt(episode_id)
         lost = admitted.lost.result() if admitted.lost.done() else None
         return Closed(calls=calls, warnings=warnings, lost=lost)
+
+    def _suspect(self, name: str) -> None:
+        if name not in self._suspected:
+            self._suspected.add(name)
+            self._suspects.put_nowait(name)
 
     def __len__(self) -> int:
         """Attempts that may call."""

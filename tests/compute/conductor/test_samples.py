@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from megloom.compute.conductor.episodes import EndedEpisode, Episode
 from megloom.compute.conductor.estimates import StepEstimates
 from megloom.compute.conductor.samples import Aggregation, Sample, candidates
 from megloom.compute.graph.meg import Vertex
+from megloom.compute.graph.records import EdgeKind
 from megloom.compute.graph.states import InvocationState
 from megloom.compute.graph.training_view import Candidate, FieldValue
 from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
@@ -183,6 +185,43 @@ def test_a_conversation_is_one_sample_that_trains_each_of_its_answers_once() -> 
     (sample,) = group_samples(calls, AllOnes())
     assert sample.record.invocation_ids == ["g-m0-a0-i0", "g-m0-a0-i1"]
     assert sample.row is not None and sample.row.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 1]
+
+
+def branched(number: int, reward: float) -> list[Candidate]:
+    """Three leaves of one conversation: two continue its second turn, one its first. All ids are unlike."""
+    seen = iter(range(100))
+
+    def turn(name: str, before: Vertex | None, num_tokens: int) -> Vertex:
+        invocation_id = f"g-m{number}-a0-{name}"
+        history = (*(before.prompt_ids or ()), *before.token_ids) if before else ()
+        return replace(
+            vertex(invocation_id, "solver", num_tokens),
+            parents=((before.invocation_id, EdgeKind.EXTENDS),) if before else (),
+            prompt_ids=(*history, next(seen)),
+            token_ids=tuple(next(seen) for _ in range(num_tokens)),
+        )
+
+    first = turn("i0", None, 4)
+    second = turn("i1", first, 3)
+    calls = [first, second, turn("i2", second, 2), turn("i3", second, 5), turn("i4", first, 1)]
+    return [Candidate(vertex=v, member=number, reward=reward, is_inherited=True) for v in calls]
+
+
+@pytest.mark.parametrize("max_paths", [None, 3, 2, 1])
+def test_leaves_that_share_what_was_sampled_own_each_token_once_and_their_episode_weighs_one(
+    max_paths: int | None,
+) -> None:
+    calls = [*branched(0, 1.0), *branched(1, 0.0)]
+    samples = group_samples(calls, Grpo(normalise="none"), aggregation="episode-mean", max_paths=max_paths)
+    for number in (0, 1):
+        rows = [s.row for s in samples if s.row is not None and s.row.episode_id == f"g-m{number}"]
+        assert len(rows) == min(3, max_paths or 3)
+        sampled = [token for call in branched(number, 0.0) for token in call.vertex.token_ids]
+        owned = [token for row in rows for token in row.token_ids[row.loss_mask == 1].tolist()]
+        assert len(set(owned)) == len(owned) and set(owned) <= set(sampled)
+        assert sorted(owned) == sorted(sampled) or max_paths in (1, 2)
+        assert math.fsum(row.weight * int(row.loss_mask.sum()) for row in rows) == pytest.approx(1.0)
+        assert len({row.weight for row in rows}) == 1, "a token weighs the same in every path"
 
 
 @pytest.mark.parametrize("max_paths", [1, 2, 3, None])

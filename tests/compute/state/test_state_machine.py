@@ -32,6 +32,8 @@ from tests.compute.state.node_store import Clock, a_store, content, files_under,
 BUDGETS = {Tier.TMPFS: 60, Tier.DISK: 100, Tier.REMOTE: None}
 versions = st.integers(0, 7)
 
+LONG_EXAMPLES = 60 if settings.get_current_profile_name() != "fuzz" else settings().max_examples
+
 
 class StoreMachine(RuleBasedStateMachine):
     """`_model` holds the content, `_pinned` and `_leased` (until when) what stays, `_places` its tiers."""
@@ -165,5 +167,5 @@ def test_a_store_is_a_dict_whose_values_move() -> None:
 @pytest.mark.slow
 def test_a_store_is_a_dict_whose_values_move_at_length() -> None:
     run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        StoreMachine, settings=settings(max_examples=LONG_EXAMPLES, stateful_step_count=40, deadline=None)
     )
