@@ -18,13 +18,14 @@ from megloom.compute.conductor.gateway_desk import GatewayDesk
 from megloom.compute.conductor.gateways import Gateways
 from megloom.compute.conductor.gradients import GradientLane
 from megloom.compute.conductor.groups import make_groups
+from megloom.compute.conductor.keeping import VersionKeeper
 from megloom.compute.conductor.ledger import Committed, Ledger
 from megloom.compute.conductor.loading import load_committed
 from megloom.compute.conductor.provenance import provenance
 from megloom.compute.conductor.publisher import Publisher, Serving
 from megloom.compute.conductor.relay import AnnouncementRelay
 from megloom.compute.conductor.reports import StepReport
-from megloom.compute.conductor.restoring import ended_episodes
+from megloom.compute.conductor.restoring import ended_episodes, mend_versions
 from megloom.compute.conductor.run import Run, RunPaths
 from megloom.compute.conductor.samples import Aggregation
 from megloom.compute.conductor.snapshot import Snapshot, tasks_hash
@@ -53,7 +54,8 @@ class Surroundings:
     """What a session is given: everything that touches the world, so that simulation can give other things.
 
     `discard_uncommitted(policy, version, states)` removes weight versions above the highest committed one and
-    trainer states other than those, `discard_state` a trainer state that no ledger names any more.
+    trainer states other than those, `discard_state` a trainer state that no ledger names any more. `keeper`
+    knows the version folders, None where there are none.
     """
 
     config: SessionConfig
@@ -66,6 +68,7 @@ class Surroundings:
     epoch: int
     discard_uncommitted: Callable[[str, int, Sequence[str]], None]
     discard_state: Callable[[str], None]
+    keeper: VersionKeeper | None = None
 
 
 class BringUp:
@@ -80,7 +83,8 @@ class BringUp:
     async def start(self) -> tuple[Run, Supervisor]:
         """Returns the run, ready for its next step, and the supervisor of its cells.
 
-        Raises: SessionError, and what workers, trainers and engines raise at their start.
+        Raises: SessionError; UnknownVersion for a committed version that is damaged for good; what workers,
+        trainers and engines raise at their start.
         """
         around = self._around
         manifest = await around.store.recover(around.config.run)
@@ -171,7 +175,7 @@ class BringUp:
         names = [f"worker/{number}" for number in range(self._around.config.cells.workload_workers)]
         return {name: await self._around.backend.start_worker(name, self._relay) for name in names}
 
-    async def _ledger(self, trainers: Mapping[str, Trainer], snapshot: Snapshot | None) -> Ledger:
+    async def _ledger(self, trainers: Mapping[str, TrainingGroup], snapshot: Snapshot | None) -> Ledger:
         """The ledger of the newest snapshot with every trainer on it, or version 0 of every policy."""
         if snapshot:
             ledger = snapshot.ledger
@@ -180,6 +184,8 @@ class BringUp:
                     self._around.discard_uncommitted(policy, entry.highest, [*entry.states().values()])
                     load = load_committed(trainers[policy], ledger, policy)
                     tasks.create_task(load, name=f"load:{policy}")
+            if self._around.keeper is not None:
+                await mend_versions(ledger, trainers, keeper=self._around.keeper, events=self._around.events)
             return ledger
         for policy in trainers:  # what a start that never sealed step 0 left behind
             self._around.discard_uncommitted(policy, -1, ())
@@ -352,8 +358,7 @@ def tokenizer_dirs(ledger: Ledger) -> dict[str, str]:
 
 
 def _with_overrides(plan: WorkloadPlan, config: SessionConfig) -> Training:
-    overrides = config.training.model_dump(exclude_none=True, exclude={"eval_tasks"})
-    return Training.parse({**plan.training, **overrides})
+    return Training.parse({**plan.training, **config.training.replacing()})
 
 
 def _refuse_another(config: SessionConfig, code_hash: str, report: StepReport) -> None:

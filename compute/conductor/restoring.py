@@ -1,9 +1,11 @@
-"""What a killed session had ended in its open step: episodes that need not run again.
+"""What a session that starts again takes over from the last one: ended episodes, and versions as they were.
 
 The store holds every record of an ended episode, so the conductor's own view of it is rebuilt from there. An
 episode counts if its last attempt ended for good, its calls were sampled by the versions that the step is
 frozen at, and the fields that losses need are there; everything else of the open step is done anew.
 Evaluations are: the weights that they ran on were not committed.
+
+Engines load the committed versions, so a damaged one is mended before the first of them starts.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megloom.compute.conductor.events import EventLog
+from megloom.compute.conductor.keeping import UnknownVersion, VersionKeeper
+from megloom.compute.conductor.ledger import Committed, Ledger
+from megloom.compute.conductor.loading import load_committed
 from megloom.compute.conductor.recording import LEAF_CLASS
 from megloom.compute.graph.ids import is_gateway_call
 from megloom.compute.graph.meg import Vertex
@@ -32,8 +38,10 @@ from megloom.compute.graph.seeds import canonical_json
 from megloom.compute.graph.states import InvocationState
 from megloom.compute.graph.training_view import FieldValue
 from megloom.compute.rollout.protocol import CallScore, EpisodeOutcome
+from megloom.compute.trainers.protocol import MicroBatch, Trainer, TrainerError
 
 RETRIED = frozenset({"worker", "gateway"})  # boundaries whose loss costs an attempt, not the episode
+NOTHING = MicroBatch(micro_batch_id="nothing", loss="policy_gradient", rows=())
 OF_EPISODES = (EpisodeRecord, InvocationRecord, EdgeRecord, SegmentRecord, MessageRecord)
 
 
@@ -201,3 +209,37 @@ def _outcome(episode: EpisodeRecord, calls: Sequence[InvocationRecord]) -> Episo
         failure=episode.failure,
         boundary=episode.failure_boundary,
     )
+
+
+async def mend_versions(
+    ledger: Ledger, trainers: Mapping[str, Trainer], *, keeper: VersionKeeper, events: EventLog
+) -> None:
+    """Checks every committed version. A damaged one is written again by a trainer that loads its own state.
+
+    Afterwards each trainer goes on from the ledger as before. The events say what was damaged and mended.
+    Raises: UnknownVersion for one that is not mended, with the file, what is wrong with it, and why it stays
+    so; TrainerError.
+    """
+    for policy, entry in ledger.policies.items():
+        try:
+            await keeper.find(policy, entry.version)
+        except UnknownVersion as damage:
+            events.add("version_damaged", policy=policy, version=entry.version, cause=str(damage)[:500])
+            await _mend(policy, entry, trainers[policy], damage)
+            await keeper.find(policy, entry.version)
+            events.add("version_mended", policy=policy, version=entry.version)
+            await load_committed(trainers[policy], ledger, policy)
+
+
+async def _mend(policy: str, entry: Committed, trainer: Trainer, damage: UnknownVersion) -> None:
+    if entry.state_path is None:
+        raise UnknownVersion(f"{damage}; it is not mended: no trainer state of it is kept") from damage
+    try:
+        # Without the KL reference, which may be the damaged version itself.
+        await trainer.load(weights_uri=entry.uri, state_path=entry.state_path)
+        await trainer.forward(NOTHING, ())  # a group loads with the first verb that needs a process
+    except TrainerError as error:
+        cause = str(error).partition("\n")[0]  # a traceback may follow
+        raise UnknownVersion(f"{damage}; it is not mended: {cause}") from error
+    finally:
+        await trainer.close()

@@ -59,6 +59,7 @@ class Session:
             epoch=epoch,
             discard_uncommitted=discard_uncommitted,
             discard_state=discard_state,
+            keeper=versions.keeper if versions else None,
         )
         self._started_s = self._asked_s = 0.0  # when the session began, when a client last asked
         self._bring_up: BringUp | None = None

@@ -20,7 +20,7 @@ from megloom.compute.conductor.run import RunPaths
 from megloom.compute.conductor.session import Session
 from megloom.compute.conductor.sessions import UnknownRun, roll_back_on_disk
 from megloom.compute.conductor.snapshot import Snapshot
-from megloom.compute.conductor.version_services import local_services
+from megloom.compute.conductor.version_services import VersionServices, local_services
 from megloom.compute.simulation.backend import Faults
 from megloom.compute.simulation.cells import Costs
 from megloom.compute.simulation.clock import run_virtual
@@ -59,14 +59,21 @@ def live(
     *,
     keep_states: int = 1,
     keep_versions: int | None = None,
+    engines_per_policy: int = 1,
     make_store: Callable[..., MegStore] = MegStore,
+    make_backend: Callable[..., FileBackend] = FileBackend,
+    make_services: Callable[..., VersionServices] = local_services,
+    events: list[str] | None = None,
 ) -> Session:
-    """One life of a session in virtual time; `act` runs beside it."""
+    """One life of a session in virtual time; `act` runs beside it. Its log lines are added to `events`."""
     paths = RunPaths(home=home, run=RUN)
     paths.journal.parent.mkdir(parents=True, exist_ok=True)
     config = session_config(steps, 1)
     config = config.model_copy(
-        update={"storage": config.storage.model_copy(update={"keep_states": keep_states})}
+        update={
+            "storage": config.storage.model_copy(update={"keep_states": keep_states}),
+            "cells": config.cells.model_copy(update={"engines_per_policy": engines_per_policy}),
+        }
     )
     paths.config.write_text(config.model_dump_json())
 
@@ -87,15 +94,17 @@ def live(
         async with SqliteJournal.open(paths.journal, offload) as journal:
             session = Session(
                 config=config,
-                backend=FileBackend(workload, num_tasks=16, costs=Costs(), faults=Faults(), engine_slots=256),
+                backend=make_backend(
+                    workload, num_tasks=16, costs=Costs(), faults=Faults(), engine_slots=256
+                ),
                 store=make_store(root=paths.store_root, journal=journal, offload=offload),
                 paths=paths,
                 epoch=1,
                 wall_time=lambda: "simulated",
-                write_events=lambda lines: None,
+                write_events=[].extend if events is None else events.extend,
                 discard_uncommitted=discard,
                 discard_state=lambda path: Path(path).unlink(missing_ok=True),
-                versions=local_services(paths.weights, offload),
+                versions=make_services(paths.weights, offload),
             )
             acting = asyncio.ensure_future(act(session)) if act else None
             await session.run()
