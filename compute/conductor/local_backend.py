@@ -10,8 +10,9 @@ import json
 import logging
 import secrets
 import shutil
+import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from megloom.compute.cluster.protocol import ClusterError, ProcessSpec
 from megloom.compute.conductor.backend import CellExit
 from megloom.compute.conductor.config import SessionConfig
 from megloom.compute.engines.client import HttpEngine
-from megloom.compute.engines.protocol import Engine
-from megloom.compute.gateway.protocol import CallDesk
+from megloom.compute.engines.protocol import Engine, EngineInfo
+from megloom.compute.engines.sglang_launch import SglangArgs, free_port, read_limits
+from megloom.compute.gateway.protocol import CallDesk, Placement
 from megloom.compute.gateway.remote import RemoteGateway, connect_gateway
 from megloom.compute.rollout.client import WorkerClient, connect_worker
 from megloom.compute.rollout.protocol import EpisodeEvents
@@ -33,6 +35,7 @@ from megloom.compute.workload import Trainer as TrainerKnobs
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 120.0  # a forked child listens within a second; a machine's first engine compiles kernels
+SGLANG_START_S = 600.0  # imports from a cold disk, weights, and on a GPU its graphs
 KEEP_ALIVE_S = 300.0  # our engines keep connections for ten minutes; a new one costs as much as a call
 STOP_GRACE_S = 2.0
 _RANK = "@"  # between a trainer's name and the number of a further rank
@@ -52,9 +55,11 @@ class LocalBackend:
         self._lives: dict[str, int] = {}
         self._life_of: dict[int, int] = {}  # pid → which life of its cell it is
         self._stopping: set[int] = set()  # pids whose end was asked for
+        self._vocab_sizes: dict[str, int] = {}  # by policy, where engines do not report it
         self._watch = asyncio.get_running_loop().create_task(self._forward_exits(), name="backend:exits")
 
     async def start_worker(self, name: str, events: EpisodeEvents) -> WorkerClient:
+        await self._require_sglang()  # a session's first cell: the lack is told before anything runs
         socket = self._socket(name)
         args = {
             "socket": str(socket),
@@ -92,6 +97,11 @@ class LocalBackend:
         return trainer
 
     async def start_engine(self, name: str, *, policy: str, uri: str, version: int) -> Engine:
+        start = self._start_sglang if self._config.cells.engine == "sglang" else self._start_local
+        engine = self._clients[name] = await start(name, policy, uri, version)
+        return engine
+
+    async def _start_local(self, name: str, policy: str, uri: str, version: int) -> HttpEngine:
         address_file = self._socket(f"{name}.address")
         args = {
             "model_dir": uri,
@@ -110,18 +120,79 @@ class LocalBackend:
             f"http://{address['host']}:{address['port']}", self._token, keep_alive_s=KEEP_ALIVE_S
         )
         await engine.info()
-        self._clients[name] = engine
         return engine
+
+    async def _start_sglang(self, name: str, policy: str, uri: str, version: int) -> HttpEngine:
+        """Real SGLang as a process of the session. Raises: ClusterError, EngineError."""
+        await self._require_sglang()
+        cells = self._config.cells
+        try:
+            vocab_size, context_length = read_limits(uri)
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"{name}: {error}") from None
+        args = SglangArgs(
+            model_dir=uri,
+            policy=policy,
+            version=version,
+            api_key=self._token,
+            port=free_port(),
+            device="cuda" if cells.device == "cuda" else "cpu",
+            context_length=context_length,
+            max_running_requests=cells.engine_slots,
+        )
+        values = {"args": asdict(args), "python": self._engine_python, "threads": cells.threads}
+        await self._start(name, "megloom.compute.engines.sglang_launch:become_sglang", values)
+        limits = EngineInfo(
+            policy=policy,
+            version=version,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            incarnation=f"{name}.{self.incarnation(name)}",
+            paused=False,
+        )
+        engine = HttpEngine(f"http://{args.host}:{args.port}", self._token, assumed=limits)
+        try:
+            await self._connected(name, _until_ready(engine))
+            await engine.info()
+        except BaseException:
+            await engine.close()
+            raise
+        self._vocab_sizes[policy] = vocab_size
+        return engine
+
+    @property
+    def _engine_python(self) -> str:
+        return self._config.cells.engine_python or sys.executable
+
+    async def _require_sglang(self) -> None:
+        """Raises: ClusterError if the session's engines are SGLang and the interpreter has none."""
+        if self._config.cells.engine != "sglang":
+            return
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+        try:
+            looking = await asyncio.create_subprocess_exec(self._engine_python, "-c", code)
+            found = await looking.wait() == 0
+        except OSError as error:
+            raise ClusterError(f"cells.engine_python {self._engine_python}: {error.strerror}") from None
+        if not found:
+            raise ClusterError(
+                f"cells.engine 'sglang': {self._engine_python} has no sglang; install megloom[sglang] there, "
+                "or name an interpreter that has it in cells.engine_python (docs/sglang.md)"
+            )
 
     async def start_gateway(self, name: str, desk: CallDesk) -> RemoteGateway:
         socket = self._socket(name)
         args = {"socket": str(socket), "address_file": str(self._socket(f"{name}.address"))}
         await self._start(name, "megloom.compute.gateway.server:serve", args)
-        gateway = await self._connected(
-            name, connect_gateway(name, socket, desk, timeout_s=CONNECT_TIMEOUT_S)
+        connecting = connect_gateway(
+            name, socket, desk, timeout_s=CONNECT_TIMEOUT_S, complete=self._with_vocabulary
         )
+        gateway = await self._connected(name, connecting)
         self._clients[name] = gateway
         return gateway
+
+    def _with_vocabulary(self, placement: Placement) -> Placement:
+        return replace(placement, vocab_size=self._vocab_sizes.get(placement.policy))
 
     def new_token(self) -> str:
         return secrets.token_hex(24)
@@ -171,10 +242,10 @@ class LocalBackend:
                 if done:
                     return task.result()
                 if self._cluster.pid(self._prefix + name) is None:
-                    tail = self._cluster.log_tail(self._prefix + name)
+                    tail = self._without_token(self._cluster.log_tail(self._prefix + name))
                     raise ClusterError(f"{name} ended at its start; its log ends:\n{tail}")
         except TimeoutError as error:
-            tail = self._cluster.log_tail(self._prefix + name)
+            tail = self._without_token(self._cluster.log_tail(self._prefix + name))
             raise ClusterError(f"{name}: {error}; its log ends:\n{tail}") from None
         finally:
             task.cancel()
@@ -189,8 +260,13 @@ class LocalBackend:
                 self._stopping.discard(exit_.pid)
                 continue
             name = _cell_of(exit_.name.removeprefix(self._prefix))
-            cause = f"exit code {exit_.code}; log ends: {exit_.log_tail[-1000:].strip()}"
+            tail = self._without_token(exit_.log_tail)[-1000:].strip()
+            cause = f"exit code {exit_.code}; log ends: {tail}"
             self.exits.put_nowait(CellExit(name=name, incarnation=incarnation, cause=cause))
+
+    def _without_token(self, text: str) -> str:
+        """SGLang writes its arguments into its log, and causes are shown to whoever reads a status."""
+        return text.replace(self._token, "[token]")
 
     def _socket(self, name: str) -> Path:
         """A path of this life of the cell only: nobody reads what an earlier life left."""
@@ -201,6 +277,18 @@ class LocalBackend:
 def _cell_of(name: str) -> str:
     """The cell that a process belongs to: itself, or that of all ranks."""
     return name.partition(_RANK)[0]
+
+
+async def _until_ready(engine: HttpEngine) -> None:
+    """Raises: TimeoutError naming the address."""
+    try:
+        async with asyncio.timeout(SGLANG_START_S):
+            while True:
+                if await engine.ready():
+                    return
+                await asyncio.sleep(0.25)
+    except TimeoutError:
+        raise TimeoutError(f"SGLang at {engine.url} was not ready after {SGLANG_START_S:g} s") from None
 
 
 async def _read_address(path: Path) -> dict[str, Any]:

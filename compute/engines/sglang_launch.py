@@ -1,14 +1,20 @@
-"""Builds the command line that starts real SGLang (0.5.23) as one of our engines.
+"""Builds the command line that starts real SGLang (0.5.23) as one of our engines, and becomes it.
 
 One function for GPU production and for the CPU test tier (docs/sglang.md); the CPU form is what
-`make test-sglang` runs. Pure: the caller starts the process. The result holds the API key, so it must not
-be logged.
+`make test-sglang` runs. The command line holds the API key, so it must not be logged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+import os
+import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from megloom.compute.state.staging import full_folder
+from megloom.compute.state.weights import is_complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,3 +83,37 @@ def sglang_command(args: SglangArgs, *, python: str) -> list[str]:
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command + [f"--{name}" for name in switches]
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now: SGLang cannot be asked to tell which one the kernel chose."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_limits(model_dir: str) -> tuple[int, int]:
+    """Vocabulary size and context length of a model's folder: SGLang reports neither.
+
+    Raises: ValueError naming the file, FileNotFoundError.
+    """
+    path = Path(model_dir) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no vocabulary size and context length ({error!r})") from None
+
+
+def become_sglang(values: dict[str, Any]) -> NoReturn:
+    """Entry of a forked process: goes on as SGLang, with the same pid, process group and log.
+
+    `values` are the fields of `SglangArgs` as `args`, the interpreter as `python`, and `threads`.
+    Raises: WeightsError if a version that is kept as a delta cannot be rebuilt; OSError without interpreter.
+    """
+    args, python = SglangArgs(**values["args"]), values["python"]
+    if is_complete(folder := Path(args.model_dir)):
+        args = replace(args, model_dir=str(full_folder(folder, verified=False)))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(values["threads"])}
+    environment.pop("TORCHDYNAMO_DISABLE", None)  # the fork server's own setting
+    os.execvpe(python, sglang_command(args, python=python), environment)

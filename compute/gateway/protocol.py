@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megloom.compute.engines.answers import Sampled as Sampled  # engines lie below; all others find it here
+from megloom.compute.engines.answers import flaw as flaw
 from megloom.compute.rollout.protocol import Endpoint
 
 
@@ -49,7 +50,8 @@ class ChatCall:
     """One request of any dialect. `messages`, `tools` are in OpenAI's chat form; `prompt_ids` or
     `prompt_text`, a text without a template, replaces them.
 
-    `stop` are texts that end the answer; None where the client left the choice to the route.
+    `stop` are texts that end the answer; None where the client left the choice to the route. `prompt_field`
+    is the request's field that the prompt came from: an error that concerns it names it.
     """
 
     agent: str
@@ -62,6 +64,7 @@ class ChatCall:
     stop: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False
+    prompt_field: str = "messages"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +132,7 @@ class Placement:
     """Where a call runs now. `rid` is new for every place: a retry is another request.
 
     Prompt and answer together fit into `context_length` tokens; None where the engine's is not known.
+    `vocab_size` is told of an engine that does not report its limits itself, which is real SGLang.
     """
 
     invocation_id: str
@@ -140,6 +144,7 @@ class Placement:
     seed: int
     stop_token_ids: tuple[int, ...]
     context_length: int | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,16 +64,27 @@ class RemoteGateway:
             raise GatewayLost(f"gateway {self.name}: gone during {method} ({error})") from None
 
 
-async def connect_gateway(name: str, socket_path: Path, desk: CallDesk, *, timeout_s: float) -> RemoteGateway:
+Complete = Callable[[Placement], Placement]
+
+
+def _as_it_is(placement: Placement) -> Placement:
+    return placement
+
+
+async def connect_gateway(
+    name: str, socket_path: Path, desk: CallDesk, *, timeout_s: float, complete: Complete = _as_it_is
+) -> RemoteGateway:
     """Connects to a gateway that may still be starting, and serves its calls from `desk`.
 
+    `complete` adds to the desk's places what only the starter of the engines knows.
     Raises: TimeoutError naming the socket.
     """
-    channel, reading = await connect(socket_path, timeout_s=timeout_s, calls=_desk_calls(desk))
+    calls = _desk_calls(desk, complete)
+    channel, reading = await connect(socket_path, timeout_s=timeout_s, calls=calls)
     return RemoteGateway(name, channel, reading)
 
 
-def _desk_calls(desk: CallDesk) -> Mapping[str, CallHandler]:
+def _desk_calls(desk: CallDesk, complete: Complete) -> Mapping[str, CallHandler]:
     """What the conductor's end answers the gateway."""
 
     async def place(payload: dict[str, Any]) -> Any:
@@ -85,10 +96,11 @@ def _desk_calls(desk: CallDesk) -> Mapping[str, CallHandler]:
                 "messages": tuple(payload["messages"]),
             }
         )
-        return asdict(await desk.place(call))
+        return asdict(complete(await desk.place(call)))
 
     async def replace(payload: dict[str, Any]) -> Any:
-        return asdict(await desk.replace(payload["invocation_id"], payload["rid"], payload["cause"]))
+        placement = await desk.replace(payload["invocation_id"], payload["rid"], payload["cause"])
+        return asdict(complete(placement))
 
     async def end(payload: dict[str, Any]) -> None:
         await desk.end(CallEnd(**{**payload, "sampled": _sampled(payload["sampled"])}))

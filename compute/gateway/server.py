@@ -22,6 +22,7 @@ import uvicorn
 from megloom.compute.cluster.http import OneWriteProtocol, QuietServer
 from megloom.compute.cluster.rpc import Channel, serve_one
 from megloom.compute.engines.client import HttpEngine
+from megloom.compute.engines.protocol import EngineInfo
 from megloom.compute.gateway.app import GatewayApp
 from megloom.compute.gateway.protocol import Placement, StreamingEngine
 from megloom.compute.gateway.remote import RemoteDesk, gateway_calls
@@ -52,13 +53,28 @@ class EngineTable:
         """The engine that the placement names."""
         address = (placement.url, placement.token)
         if address not in self._engines:
-            self._engines[address] = HttpEngine(*address, keep_alive_s=ENGINE_KEEP_ALIVE_S)
+            self._engines[address] = _engine_at(placement)
         return self._engines[address]
 
     async def close(self) -> None:
         """Closes every client."""
         for engine in self._engines.values():
             await engine.close()
+
+
+def _engine_at(placement: Placement) -> HttpEngine:
+    url, token = placement.url, placement.token
+    if placement.vocab_size is None or placement.context_length is None:
+        return HttpEngine(url, token, keep_alive_s=ENGINE_KEEP_ALIVE_S)
+    limits = EngineInfo(
+        policy=placement.policy,
+        version=0,
+        vocab_size=placement.vocab_size,
+        context_length=placement.context_length,
+        incarnation=placement.engine,
+        paused=False,
+    )
+    return HttpEngine(url, token, assumed=limits)  # the client's own keep-alive is below SGLang's 5 s
 
 
 def serve(values: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megloom.compute.cluster.forkserver import die_with_parent
-from megloom.compute.engines.sglang_launch import SglangArgs, sglang_command
+from megloom.compute.engines.sglang_launch import SglangArgs, free_port, sglang_command
 
 STUBS = Path(__file__).parent / "stubs"
 START_S = 600.0  # 40 s on a quiet machine, three times that on a busy one; imports from a cold disk the rest
@@ -45,7 +44,7 @@ def running_server(
         policy=policy,
         version=version,
         api_key=token,
-        port=_free_port(),
+        port=free_port(),
         device="cpu",
         decode_log_interval=1,  # the gauges that tests wait for are written at these steps only
     )
@@ -66,12 +65,6 @@ def running_server(
         yield server
     finally:
         _stop(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await_ready(process: subprocess.Popen[bytes], server: RunningServer) -> None:

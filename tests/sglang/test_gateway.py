@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 
 from megloom.compute.engines.client import HttpEngine
 from megloom.compute.gateway.app import GatewayApp
-from megloom.compute.gateway.server import http_server
+from megloom.compute.gateway.protocol import CallRequest, Placement
+from megloom.compute.gateway.server import EngineTable, http_server
 from megloom.compute.rollout.protocol import Endpoint
 from megloom.compute.trainers.tokenizer import write_tokenizer
-from tests.compute.engines.conftest import EngineUnderTest, RawHttp, Scenario
+from tests.compute.engines.conftest import VOCAB_SIZE, EngineUnderTest, RawHttp, Scenario
 from tests.compute.gateway.fakes import FakeDesk, admission
 from tests.sglang.conftest import VERSION
 from tests.sglang.test_training_step import TOKENIZER
@@ -38,6 +40,18 @@ WORDS = TOKENIZER.model_copy(update={"pattern": r"w\d{2}", "chat_template": TEMP
 WORDS = WORDS.model_copy(update={"words": tuple(f"w{number:02d}" for number in range(len(WORDS.words)))})
 
 
+class SglangDesk(FakeDesk):
+    """Places every call at the server, with what a session's backend says of it."""
+
+    def __init__(self, engine: EngineUnderTest, **knobs: Any) -> None:
+        super().__init__(**knobs)
+        self._engine = engine
+
+    async def place(self, call: CallRequest) -> Placement:
+        url, token = self._engine.url, self._engine.token
+        return replace(await super().place(call), url=url, token=token, vocab_size=VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_conversation_is_recorded_as_the_engine_sampled_it(
     is_stream: bool,
@@ -47,10 +61,11 @@ def test_a_conversation_is_recorded_as_the_engine_sampled_it(
     tmp_path: Path,
 ) -> None:
     stop_id = write_tokenizer(WORDS, tmp_path).token_to_id(WORDS.stop)
-    desk = FakeDesk(stop_token_ids=(stop_id,), context_length=4096)
+    desk = SglangDesk(engine_under_test, stop_token_ids=(stop_id,), context_length=4096)
 
     async def scenario(client: HttpEngine, raw: RawHttp) -> None:
-        gateway = GatewayApp(desk=desk, engines=lambda _: client)
+        engines = EngineTable()  # the gateway's own clients, not the one of this test
+        gateway = GatewayApp(desk=desk, engines=engines)
         await gateway.load_chats({"p": str(tmp_path)})
         with socket.create_server(("127.0.0.1", 0)) as listener:
             gateway.set_base_url(f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -61,6 +76,7 @@ def test_a_conversation_is_recorded_as_the_engine_sampled_it(
             counts = await gateway.close_episode("g000000-0000-m000", 0)
             server.should_exit = True
             await serving
+        await engines.close()
         assert (counts.num_calls, counts.num_failed, counts.num_unusable) == (NUM_TURNS, 0, 0)
         assert counts.num_branches == 0
 
