@@ -4,8 +4,9 @@
                 ▲            │
                 └──replace───┘      another request id and seed: what is sampled elsewhere is another sample
 
-A call that `place` or `replace` raises for has failed. What comes for an attempt that is over changes nothing
-and leaves an event. When an attempt closes, its places are free again.
+A call that `place` or `replace` raises for has failed. One whose answer's parts disagree is done, for its
+client has the answer, and unusable: nothing is trained on it. What comes for an attempt that is over changes
+nothing and leaves an event. When an attempt closes, its places are free again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 
 from megloom.compute.conductor.dispatch import MAX_ATTEMPTS, Dispatcher
 from megloom.compute.conductor.events import Clock, EventLog
-from megloom.compute.gateway.protocol import CallEnd, CallRequest, NoPlace, NotAdmitted, Placement, Sampled
+from megloom.compute.gateway.protocol import CallEnd, CallRequest, NoPlace, NotAdmitted, Placement, flaw
 from megloom.compute.graph.meg import FINAL, ExecutionGraph, GraphError, Vertex
 from megloom.compute.graph.records import EdgeKind
 from megloom.compute.graph.seeds import derive_seed
@@ -145,16 +146,13 @@ class GatewayDesk:
         vertex, rid = call.vertex, call.lease.request_id if call.lease else None
         _wake(call, "its client left before it had a place")
         self._forget(attempt, end.invocation_id)
-        failure = end.failure or flaw(end.sampled)
+        failure = end.failure
         if failure is None and (rid is None or rid != end.rid):
             failure = f"ended with request {end.rid}, its place was for {rid}"
         if failure is not None:
             self._fail(vertex, failure)
             return
-        vertex.token_ids, vertex.logprobs = end.sampled.token_ids, end.sampled.logprobs
-        vertex.version_spans = end.sampled.version_spans
-        vertex.finish_reason, vertex.text = end.finish_reason, end.text
-        vertex.leaf_class, vertex.unusable = end.leaf_class, end.unusable
+        self._keep(vertex, end)
         for name in self._graph.finish(vertex.invocation_id, now=self._clock()):
             child = self._graph[name]
             if child.prompt_ids is not None and self._graph.set_prompt(
@@ -267,6 +265,19 @@ class GatewayDesk:
                 _wake(attempt.calls[name], f"its parent {vertex.invocation_id} failed")
                 self._forget(attempt, name)
 
+    def _keep(self, vertex: Vertex, end: CallEnd) -> None:
+        """Keeps an answer. One whose parts disagree has neither log-probabilities nor versions: whose they
+        are is not known, and readers of the records take one for each token.
+        """
+        sampled, cause = end.sampled, flaw(end.sampled)
+        vertex.token_ids = sampled.token_ids
+        if cause is None:
+            vertex.logprobs, vertex.version_spans = sampled.logprobs, sampled.version_spans
+        vertex.finish_reason, vertex.text = end.finish_reason, end.text
+        vertex.leaf_class, vertex.unusable = end.leaf_class, end.unusable or cause
+        if vertex.unusable is not None:
+            self._events.add("call_unusable", invocation=vertex.invocation_id, cause=vertex.unusable[:200])
+
     def _late(self, invocation_id: str, what: str) -> None:
         """Notes what came too late; a call that has failed here is expected to be ended once more."""
         vertex = self._graph.get(invocation_id)
@@ -290,18 +301,3 @@ def _wake(call: _Call, cause: str) -> None:
     """Tells who waits for the call's place that it will get none."""
     if call.waiting is not None and not call.waiting.done():
         call.waiting.set_exception(NotAdmitted(f"call {call.vertex.invocation_id}: {cause}"))
-
-
-def flaw(sampled: Sampled) -> str | None:
-    """What is wrong with an answer's parts; None if they agree."""
-    num_tokens = len(sampled.token_ids)
-    if not num_tokens:
-        return "ended without a token"
-    if len(sampled.logprobs) != num_tokens:
-        return f"{num_tokens} tokens with {len(sampled.logprobs)} logprobs"
-    end = 0
-    for _, start, stop in sampled.version_spans:
-        if start != end or stop <= start:
-            return f"version spans leave a gap or overlap: {sampled.version_spans}"
-        end = stop
-    return None if end == num_tokens else f"version spans cover {end} of {num_tokens} tokens"

@@ -7,6 +7,7 @@ Ids, logprobs, counts and version spans of an answer agree, or it is refused. Th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,25 @@ class Sampled:
 
 
 Piece = tuple[Sampled, str | None]
+
+
+def flaw(sampled: Sampled) -> str | None:
+    """Why an answer cannot be trained on: how its parts disagree. None if they agree."""
+    num_tokens, num_logprobs = len(sampled.token_ids), len(sampled.logprobs)
+    if not num_tokens:
+        return "the engine sampled no token"
+    if num_logprobs != num_tokens:
+        return f"{num_tokens} token ids came with {num_logprobs} log-probabilities"
+    if not all(map(math.isfinite, sampled.logprobs)):
+        return "a log-probability is not a finite number"
+    end = 0
+    for _, start, stop in sampled.version_spans:
+        if start != end or stop <= start:
+            break
+        end = stop
+    if end != num_tokens:
+        return f"version spans {list(sampled.version_spans)} do not cover {num_tokens} tokens in order"
+    return None
 
 
 def error_message(body: bytes) -> str:
@@ -90,7 +110,7 @@ def parse_spans(meta: Mapping[str, Any], num_tokens: int, rid: str) -> tuple[Ver
 def decode_completion(body: bytes, request: GenerateRequest) -> Completion:
     """Returns the completion in a 200 answer to `/generate`.
 
-    Raises: EngineProtocolError if its parts disagree.
+    Raises: EngineProtocolError if its parts disagree, or an id or a logprob is no number.
     """
     rid = request.rid
     try:
@@ -109,13 +129,14 @@ def decode_completion(body: bytes, request: GenerateRequest) -> Completion:
                 f"rid={rid}: {len(token_ids)} ids, {len(logprobs)} logprobs and completion_tokens={counted} "
                 "should agree, and the logprobs should name the same ids"
             )
+        _check_sampled(token_ids, logprobs, rid)
         return Completion(
             rid=rid,
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=finish_reason,
             version_spans=parse_spans(meta, len(token_ids), rid),
-            cached_tokens=meta.get("cached_tokens"),
+            cached_tokens=_num_cached(meta, rid),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise EngineProtocolError(f"rid={rid}: cannot read the answer ({error!r}): {body[:300]!r}") from error
@@ -183,6 +204,8 @@ class AnswerReader:
             triples = self._new("output_token_logprobs", meta.get("output_token_logprobs") or (), total)
             if tuple(triple[1] for triple in triples) != tuple(token_ids):
                 raise EngineProtocolError(f"rid={self._rid}: the logprobs name other ids than output_ids")
+            logprobs = tuple(triple[0] for triple in triples)
+            _check_sampled(token_ids, logprobs, self._rid)
             spans = self._new_spans(meta, total)
             reason = FinishReason(finish["type"]).value if finish is not None else None
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -195,9 +218,9 @@ class AnswerReader:
             return None
         sampled = Sampled(
             token_ids=tuple(token_ids),
-            logprobs=tuple(triple[0] for triple in triples),
+            logprobs=logprobs,
             version_spans=spans,
-            num_cached_tokens=meta.get("cached_tokens"),
+            num_cached_tokens=_num_cached(meta, self._rid),
         )
         return sampled, reason
 
@@ -239,6 +262,31 @@ class AnswerReader:
         code = error.get("code") if isinstance(error, dict) else None
         kind = EngineUnavailable if isinstance(code, int) and code >= 500 else EngineRefused
         return kind(f"rid={self._rid}: {error_message(text)}")
+
+
+def _check_sampled(token_ids: Sequence[Any], logprobs: Sequence[Any], rid: str) -> None:
+    """Refuses what no engine sampled: null is how JSON writes a logprob that is no number.
+
+    Raises: EngineProtocolError naming the first.
+    """
+    if not {*map(type, token_ids)} <= {int}:  # bool is an int, too
+        position, found = next((at, i) for at, i in enumerate(token_ids) if type(i) is not int)
+        raise EngineProtocolError(f"rid={rid}: token {position} is {found!r}, expected an id")
+    if not ({*map(type, logprobs)} <= {float, int} and all(map(math.isfinite, logprobs))):
+        position, found = next(
+            (at, p) for at, p in enumerate(logprobs) if type(p) not in (float, int) or not math.isfinite(p)
+        )
+        raise EngineProtocolError(
+            f"rid={rid}: the logprob of token {position} is {found!r}, expected a finite number"
+        )
+
+
+def _num_cached(meta: Mapping[str, Any], rid: str) -> int | None:
+    """The prompt's tokens that came from the engine's cache. Raises: EngineProtocolError if no number."""
+    count = meta.get("cached_tokens")
+    if count is not None and type(count) is not int:
+        raise EngineProtocolError(f"rid={rid}: cached_tokens is {count!r}, expected a whole number")
+    return count
 
 
 def _clipped(spans: Sequence[VersionSpan], first: int, end: int) -> list[tuple[int, int, int]]:

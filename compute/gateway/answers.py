@@ -7,11 +7,10 @@ and named in `unusable`: the client has its answer and nothing is trained on it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from megloom.compute.gateway.detokenizer import Detokenizer
-from megloom.compute.gateway.protocol import Delta, Reply, Sampled
+from megloom.compute.gateway.protocol import Delta, Reply, Sampled, flaw
 from megloom.compute.gateway.stop_texts import StopTexts
 from megloom.compute.gateway.template import ChatTemplate
 from megloom.compute.gateway.tool_calls import AnswerParser, join_deltas
@@ -123,7 +122,7 @@ class GrowingAnswer:
             held = self._parser.finish()
             self._deltas += held
             parsed += held
-        self._check_whole()
+        self.unusable = flaw(self.sampled)
         if not parsed and self._num_told < len(self._ids):
             parsed = [Delta()]
         return self._with_tokens(parsed)
@@ -195,20 +194,3 @@ class GrowingAnswer:
             if self._spans and self._spans[-1][0] == version and self._spans[-1][2] == start:
                 start = self._spans.pop()[1]
             self._spans.append((version, start, end))
-
-    def _check_whole(self) -> None:
-        """Ids, log-probabilities and spans agree, or the answer is unusable."""
-        num_ids, num_logprobs = len(self._ids), len(self._logprobs)
-        end = 0
-        for _, start, stop in self._spans:
-            if start != end:
-                break
-            end = stop
-        if not num_ids:
-            self.unusable = "the engine sampled no token"
-        elif num_logprobs != num_ids:
-            self.unusable = f"{num_ids} token ids came with {num_logprobs} log-probabilities"
-        elif not all(map(math.isfinite, self._logprobs)):
-            self.unusable = "a log-probability is not a finite number"
-        elif end != num_ids:
-            self.unusable = f"version spans {self._spans} do not cover {num_ids} tokens in order"

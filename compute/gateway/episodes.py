@@ -1,8 +1,8 @@
 """The episode attempts that may call, and what is kept of each: histories, counts, live requests.
 
-An episode is admitted, is over at its deadline or when it is closed, and is forgotten when it is closed: of a
-closed one only its token and counts stay, so that latecomers are told and counted. The event loop's thread is
-the only writer.
+An episode is admitted, and closed by the conductor or at the end of its lifetime, for a conductor that has
+given up waiting may never close it. Of a closed one only its token and counts stay, so that latecomers are
+told and counted. The event loop's thread is the only writer.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class Episodes:
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], tuple[Episode, asyncio.TimerHandle]] = {}
         self._closed: OrderedDict[tuple[str, int], _Closed] = OrderedDict()
+        self._expiring: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -158,8 +159,7 @@ class Episodes:
                 f"{where}: leaf_classes: expected one of {known}, got {admission.leaf_classes!r}"
             )
         episode = Episode(admission)
-        why = f"its lifetime of {admission.lifetime_s:g} s has ended"
-        timer = asyncio.get_running_loop().call_later(admission.lifetime_s, episode.end, why)
+        timer = asyncio.get_running_loop().call_later(admission.lifetime_s, self._expire, key)
         self._open[key] = (episode, timer)
         return episode
 
@@ -186,11 +186,22 @@ class Episodes:
     async def close(self, episode_id: str, attempt: int) -> EpisodeCounts:
         """Stops its live requests, waits for their ends, and forgets it. Closing again is harmless."""
         key = (episode_id, attempt)
+        await self._end(key, "it was closed")
+        return self._closed_counts(key)
+
+    def _expire(self, key: tuple[str, int]) -> None:
+        """Closes an episode whose lifetime has ended."""
+        why = f"its lifetime of {self._open[key][0].admission.lifetime_s:g} s has ended"
+        task = asyncio.ensure_future(self._end(key, why))
+        self._expiring.add(task)
+        task.add_done_callback(self._expiring.discard)
+
+    async def _end(self, key: tuple[str, int], why: str) -> None:
         if (found := self._open.get(key)) is None:
-            return self._closed_counts(key)
+            return
         episode, timer = found
         timer.cancel()
-        episode.end("it was closed")
+        episode.end(why)
         await _drain(episode)
         if self._open.pop(key, None) is not None:
             self._closed[key] = _Closed(
@@ -202,7 +213,6 @@ class Episodes:
             episode.histories.clear()
             while len(self._closed) > _MAX_CLOSED:
                 self._closed.popitem(last=False)
-        return self._closed_counts(key)
 
     def _closed_counts(self, key: tuple[str, int]) -> EpisodeCounts:
         if closed := self._closed.get(key):

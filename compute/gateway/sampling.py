@@ -36,6 +36,7 @@ class Placed:
     request: CallRequest
     placement: Placement
     answer: GrowingAnswer
+    prompt_field: str
     num_places: int = 1
 
 
@@ -58,7 +59,12 @@ class Sampler:
             max_tokens=max_tokens,
             parser=_parser(prepared, request),
         )
-        return Placed(request=request, placement=placement, answer=answer)
+        return Placed(
+            request=request,
+            placement=placement,
+            answer=answer,
+            prompt_field=prepared.call.prompt_field,
+        )
 
     async def sample(self, placed: Placed, *, incremental: bool, pass_on: PassOn | None) -> str:
         """Samples the whole answer; returns its finish reason, stop or length.
@@ -68,7 +74,7 @@ class Sampler:
         answer, placement = placed.answer, placed.placement
         if answer.max_tokens < 1:
             assert placement.context_length is not None
-            raise too_long(len(placed.request.prompt_ids), placement.context_length)
+            raise too_long(len(placed.request.prompt_ids), placement.context_length, placed.prompt_field)
         while True:
             answer.begin_request()
             try:
@@ -77,7 +83,7 @@ class Sampler:
             except EngineUnavailable as error:
                 finish_reason, cause = answer.is_complete(), str(error)
             except EngineRefused as error:
-                raise _refused(error) from None
+                raise _refused(error, placed.prompt_field) from None
             except EngineError as error:
                 raise CallError(ErrorKind.ENGINE_FAILED, str(error)) from None
             if finish_reason is not None:
@@ -131,23 +137,23 @@ def _parser(prepared: Prepared, request: CallRequest) -> AnswerParser | None:
     )
 
 
-def too_long(num_tokens: int, context_length: int) -> CallError:
+def too_long(num_tokens: int, context_length: int, prompt_field: str) -> CallError:
     """The prompt leaves no room. Worded so that programs know it from either provider."""
     return CallError(
         ErrorKind.TOO_LONG,
         f"prompt is too long: {num_tokens} tokens > {context_length} maximum. "
         f"This model's maximum context length is {context_length} tokens.",
-        param="messages",
+        param=prompt_field,
     )
 
 
-def _refused(error: EngineRefused) -> CallError:
+def _refused(error: EngineRefused, prompt_field: str) -> CallError:
     """Engines refuse by text; those that speak of the context mean its length."""
     message = str(error)
     if "context" in message:
         return CallError(
             ErrorKind.TOO_LONG,
             f"prompt is too long for this model's maximum context length: {message}",
-            param="messages",
+            param=prompt_field,
         )
     return invalid(message)

@@ -74,7 +74,7 @@ class TokenPaths:
                 start=start,
                 sampled=sampled,
                 token_ids=list(token_ids),
-                logprobs=list(vertex.logprobs) if sampled else None,
+                logprobs=list(vertex.logprobs) if sampled and vertex.logprobs else None,
                 version_spans=[list(span) for span in vertex.version_spans] if sampled else None,
             )
         )

@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megloom.compute.engines.protocol import EngineRefused, EngineUnavailable
+from megloom.compute.engines.answers import AnswerReader, decode_completion, whole
+from megloom.compute.engines.protocol import (
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnavailable,
+    GenerateRequest,
+)
 from megloom.compute.gateway.protocol import Sampled
 from tests.compute.gateway.fakes import Step
 from tests.fuzz.bodies import ANY_TEXT, OTHER_FIELDS, ROUTES, SOUND, TRAPS, body_of, encoded
@@ -35,29 +42,61 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayService
     made.stop()
 
 
-def piece(ids: list[int], finish: str | None, *, lost: int = 0, first: int = 0) -> Step:
+def piece(
+    ids: list[int], finish: str | None, *, lost: int = 0, first: int = 0, logprob: float = -0.5
+) -> Step:
     """A piece of an answer; `lost` logprobs are missing."""
-    logprobs = tuple(-0.5 for _ in ids[lost:])
+    logprobs = tuple(logprob for _ in ids[lost:])
     spans = ((1, first, first + len(ids)),) if ids else ()
     return Sampled(token_ids=tuple(ids), logprobs=logprobs, version_spans=spans), finish
 
 
+def off_the_wire(ids: list[int], *, logprob: Any, is_stream: bool) -> Step:
+    """What the engines' client makes of an answer whose logprobs are no numbers."""
+    rid = "a" * 32
+    meta = {
+        "id": rid,
+        "completion_tokens": len(ids),
+        "output_token_logprobs": [[logprob, token_id, None] for token_id in ids],
+        "weight_version": "1",
+        "finish_reason": {"type": "stop"},
+    }
+    body = orjson.dumps({"output_ids": ids, "meta_info": meta})  # NaN becomes null
+    asked = GenerateRequest(
+        rid=rid, token_ids=(1,), max_tokens=9, temperature=1.0, seed=1, stop_token_ids=(), training=True
+    )
+    try:
+        if is_stream:
+            return next(AnswerReader(rid).read(b"data: " + body + b"\n\n"))
+        return whole(decode_completion(body, asked))
+    except EngineProtocolError as error:
+        return error
+
+
 IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=6)
+LOGPROBS = st.sampled_from((-0.5, -0.5, -0.5, math.nan, -math.inf))
 ENDINGS = st.sampled_from(("stop", "length", "abort"))
 
 
 @st.composite
 def engine_steps(draw: st.DrawFn) -> list[Step]:
-    """What engines do: whole answers mostly, else lost tokens, errors, an end without a reason."""
+    """What engines do: whole answers mostly, else lost tokens, logprobs that are no numbers, errors, an end
+    without a reason.
+    """
     steps: list[Step] = []
     first = 0
     for _ in range(draw(st.integers(0, 3))):
         ids = draw(IDS)
-        steps.append(piece(ids, None, lost=draw(st.sampled_from((0, 0, 0, 1))), first=first))
+        lost, logprob = draw(st.sampled_from((0, 0, 0, 1))), draw(LOGPROBS)
+        steps.append(piece(ids, None, lost=lost, first=first, logprob=logprob))
         first += len(ids)
-    failure: list[Step] = [EngineUnavailable("engine gone"), EngineRefused("the context is too long")]
+    failure: list[Step] = [
+        EngineUnavailable("engine gone"),
+        EngineRefused("the context is too long"),
+        off_the_wire([1, 2], logprob=draw(st.sampled_from((None, math.nan))), is_stream=draw(st.booleans())),
+    ]
     last = draw(st.sampled_from((None, None, None, None, *failure)))
-    steps.append(last or piece(draw(IDS), draw(ENDINGS), first=first))
+    steps.append(last or piece(draw(IDS), draw(ENDINGS), first=first, logprob=draw(LOGPROBS)))
     return steps
 
 

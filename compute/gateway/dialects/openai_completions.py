@@ -88,6 +88,7 @@ def parse(body: Mapping[str, Any]) -> CompletionAsked:
         agent=fields.agent(),
         prompt_text=text,
         prompt_ids=ids,
+        prompt_field="prompt",
         **read_sampling(fields, "max_tokens"),
     )
     return CompletionAsked(

@@ -75,6 +75,7 @@ def parse(body: Mapping[str, Any]) -> ResponseAsked:
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.number("temperature"),
         stream=fields.flag("stream"),
+        prompt_field="input",
     )
     echo = {
         "model": call.agent,

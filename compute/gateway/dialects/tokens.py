@@ -57,7 +57,12 @@ def parse(body: Mapping[str, Any]) -> TokensAsked:
     ids = fields.any("input_ids")
     if not isinstance(ids, list):
         raise invalid(f"input_ids: expected a list of token ids, got {kind_of(ids)}", "input_ids")
-    call = ChatCall(agent=fields.agent(), prompt_ids=read_ids(ids, "input_ids"), **sampling)
+    call = ChatCall(
+        agent=fields.agent(),
+        prompt_ids=read_ids(ids, "input_ids"),
+        prompt_field="input_ids",
+        **sampling,
+    )
     return TokensAsked(call=call, truncates=fields.truncating(), ignored=fields.ignored())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from megloom.compute.conductor.dispatch import Dispatcher
 from megloom.compute.conductor.events import EventLog
-from megloom.compute.conductor.gateway_desk import GatewayDesk, flaw
+from megloom.compute.conductor.gateway_desk import GatewayDesk
 from megloom.compute.engines.protocol import EngineUnavailable
 from megloom.compute.gateway.protocol import (
     CallEnd,
@@ -20,6 +21,7 @@ from megloom.compute.gateway.protocol import (
     NotAdmitted,
     Placement,
     Sampled,
+    flaw,
 )
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.graph.seeds import derive_seed
@@ -386,20 +388,37 @@ def test_a_place_that_is_held_too_long_is_aborted_and_an_engine_that_ignores_tha
 @pytest.mark.parametrize(
     ("sampled", "message"),
     [
-        (Sampled(), "without a token"),
-        (Sampled(token_ids=(1, 2), logprobs=(-1.0,), version_spans=((3, 0, 2),)), "2 tokens with 1 logprobs"),
-        (Sampled(token_ids=(1,), logprobs=(-1.0,)), "cover 0 of 1"),
+        (Sampled(), "sampled no token"),
+        (
+            Sampled(token_ids=(1, 2), logprobs=(-1.0,), version_spans=((3, 0, 2),)),
+            "2 token ids came with 1 log-prob",
+        ),
+        (
+            Sampled(token_ids=(1,), logprobs=(math.nan,), version_spans=((3, 0, 1),)),
+            "not a finite number",
+        ),
+        (Sampled(token_ids=(1,), logprobs=(-1.0,)), "spans [] do not cover 1 tokens"),
         (
             Sampled(token_ids=(1, 2), logprobs=(-1.0, -1.0), version_spans=((3, 0, 1), (4, 0, 2))),
-            "gap or overlap",
+            "do not cover 2 tokens in order",
         ),
     ],
 )
-def test_an_answer_whose_parts_disagree_is_no_answer(sampled: Sampled, message: str) -> None:
+def test_an_answer_whose_parts_disagree_is_kept_without_them_and_marked(
+    sampled: Sampled, message: str
+) -> None:
     async def scenario(at: Desks) -> None:
         place = await at.desk.place(call())
+        child = asyncio.create_task(at.desk.place(call(1, parents=((place.invocation_id, "extends"),))))
+        await settle()
         await at.desk.end(ended(place, sampled=sampled))
-        assert message in (at.graph[place.invocation_id].failure or "")
+        vertex = at.graph[place.invocation_id]
+        assert (vertex.state, vertex.failure) == (InvocationState.DONE, None)
+        assert message in (vertex.unusable or "")
+        assert (vertex.token_ids, vertex.logprobs, vertex.version_spans) == (sampled.token_ids, (), ())
+        assert "call_unusable" in at.kinds()
+        await at.desk.end(ended(await child))  # its prompt holds what the client saw
+        assert at.graph[call(1).invocation_id].unusable is None
         at.assert_idle()
 
     assert message in (flaw(sampled) or "") and flaw(ANSWER) is None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import orjson
 import pytest
 
-from megloom.compute.engines.answers import AnswerReader
+from megloom.compute.engines.answers import AnswerReader, decode_completion
 from megloom.compute.engines.protocol import EngineProtocolError, EngineRefused, EngineUnavailable
+
+NO_NUMBERS = [None, "-0.5", True, [-0.5], float("nan"), float("inf")]
 
 RID = "a" * 32
 IDS = [5, 6, 7, 8, 9]
@@ -98,6 +101,44 @@ def test_a_last_event_that_tells_other_versions_tells_them_for_the_whole_answer(
 def test_an_event_whose_parts_disagree_is_refused(data, message):
     with pytest.raises(EngineProtocolError, match=message):
         pieces(data)
+
+
+def answered(body, make_request, *, is_stream):
+    """What a 200 answer with one event's body says."""
+    if is_stream:
+        return pieces(b"data: " + body + b"\n\n")
+    return decode_completion(body, make_request(rid=RID))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("bad", NO_NUMBERS)
+def test_a_logprob_that_is_no_number_is_refused(make_request, bad, is_stream):
+    triples = [[-0.5, 5, None], [bad, 6, None]]
+    read = json.loads(event(2, finish="stop").removeprefix(b"data: "))
+    read["meta_info"]["output_token_logprobs"] = triples
+    body = orjson.dumps(read)  # as engines write it: what is not finite becomes null
+    with pytest.raises(EngineProtocolError, match="logprob of token 1 is .*, expected a finite number"):
+        answered(body, make_request, is_stream=is_stream)
+    triples[1][0] = -1  # a whole number is one
+    assert answered(orjson.dumps(read), make_request, is_stream=is_stream)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("bad", [None, "6", True, 6.0])
+def test_an_id_that_is_no_whole_number_is_refused(make_request, bad, is_stream):
+    read = json.loads(event(2, finish="stop").removeprefix(b"data: "))
+    read["output_ids"][1] = read["meta_info"]["output_token_logprobs"][1][1] = bad
+    body = orjson.dumps(read)
+    with pytest.raises(EngineProtocolError, match="token 1 is .*, expected an id"):
+        answered(body, make_request, is_stream=is_stream)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("bad", ["7", 7.5, True])
+def test_a_count_of_cached_tokens_that_is_none_is_refused(make_request, bad, is_stream):
+    body = event(2, cached_tokens=bad, finish="stop").removeprefix(b"data: ")
+    with pytest.raises(EngineProtocolError, match="cached_tokens is .*, expected a whole number"):
+        answered(body, make_request, is_stream=is_stream)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(400, EngineRefused), (503, EngineUnavailable)])

@@ -225,9 +225,13 @@ async def served(
     *,
     template: str | None = None,
     context_length: int | None = None,
+    send_buffer_bytes: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """A gateway with a toy chat for policy `p`, served until the block ends; it must be idle then."""
+    """A gateway with a toy chat for policy `p`, served until the block ends; it must be idle then.
+
+    `send_buffer_bytes` bounds what the kernel takes of an answer before its client reads.
+    """
     directory.mkdir(exist_ok=True)
     chat = toy(directory) if template is None else toy(directory, template)
     desk = FakeDesk(stop_token_ids=chat.stop_ids, context_length=context_length)
@@ -235,6 +239,8 @@ async def served(
     gateway = GatewayApp(desk=desk, engines=lambda _: engine, clock=lambda: 1_700_000_000.5, **options)
     await gateway.load_chats({"p": str(directory)})
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        if send_buffer_bytes is not None:  # connections have it from their listener
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         server = QuietServer(
             uvicorn.Config(
                 gateway.app,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megloom.compute.gateway.protocol import NoPlace, NotAdmitted, Sampled
 from megloom.compute.gateway.sampling import MAX_PLACES
 from megloom.compute.gateway.template import ChatTemplate
 from megloom.compute.rollout.protocol import Endpoint
-from tests.compute.gateway.fakes import EngineAsk, RawClient, Script, Served, Step, pieces, says, served
+from tests.compute.gateway.fakes import EngineAsk, Script, Served, Step, pieces, says, served
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = "The parrot 🦜 says naïve things to hello people, again and again."
@@ -69,18 +68,48 @@ DEATHS: dict[str, Callable[[int], Step]] = {
 }
 
 
+async def chat_text(world: Served, endpoint: Endpoint, *, stream: bool) -> str:
+    """What a chat completion says; of a stream, all that its chunks do."""
+    client = world.openai(endpoint)
+    answer: Any = await client.chat.completions.create(model="coder", messages=HI, stream=stream)
+    return await text_of(answer) if stream else answer.choices[0].message.content
+
+
+async def message_text(world: Served, endpoint: Endpoint, *, stream: bool) -> str:
+    """What an Anthropic message says."""
+    client = world.anthropic(endpoint)
+    answer: Any = await client.messages.create(model="coder", messages=HI, max_tokens=256, stream=stream)
+    if not stream:
+        return "".join(block.text for block in answer.content)
+    events = [event async for event in answer]
+    assert events[-1].type == "message_stop"
+    return "".join(event.delta.text for event in events if event.type == "content_block_delta")
+
+
+async def response_text(world: Served, endpoint: Endpoint, *, stream: bool) -> str:
+    """What a response says; the end of a stream repeats its deltas."""
+    answer: Any = await world.openai(endpoint).responses.create(model="coder", input="hi", stream=stream)
+    if not stream:
+        return str(answer.output_text)
+    events = [event async for event in answer]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == text
+    return text
+
+
+DIALECTS = {"chat": chat_text, "messages": message_text, "responses": response_text}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("after", [(0, 0), (1, 5), (17, 3), (20, 0)])
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_whose_engine_dies_twice_loses_and_repeats_no_token(
-    tmp_path: Path, death: str, after: tuple[int, ...], stream: bool
+    tmp_path: Path, dialect: str, death: str, after: tuple[int, ...], stream: bool
 ) -> None:
     async def scenario() -> None:
         async with served(tmp_path, lambda chat: dying(chat, after=after, death=DEATHS[death])) as world:
-            client = world.openai(await world.admit())
-            answer: Any = await client.chat.completions.create(model="coder", messages=HI, stream=stream)
-            text = await text_of(answer) if stream else answer.choices[0].message.content
-            assert text == LONG
+            assert await DIALECTS[dialect](world, await world.admit(), stream=stream) == LONG
             whole = (*world.chat.encode(LONG), world.chat.stop_ids[0])
             (end,) = world.desk.ends
             assert end.sampled.token_ids == whole and end.unusable is None
@@ -350,45 +379,6 @@ def test_if_one_choice_fails_the_others_are_stopped_and_end_as_well(tmp_path: Pa
                 await client.chat.completions.create(model="coder", messages=HI, n=3)
             failures = sorted(str(end.failure) for end in world.desk.ends)
             assert failures == ["another choice failed, or the gateway stops"] * 2 + ["broken"]
-
-    asyncio.run(scenario())
-
-
-async def open_stream(world: Served, endpoint: Endpoint, *, rcvbuf: int) -> RawClient:
-    """A streaming request on a connection that takes in little at a time."""
-    host, port = world.base_url.removeprefix("http://").split(":")
-    raw = socket.socket()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
-    raw.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(raw, (host, int(port)))
-    client = RawClient(*await asyncio.open_connection(sock=raw, limit=1024))
-    body = json.dumps({"model": "coder", "messages": HI, "stream": True, "logprobs": True}).encode()
-    path = endpoint.openai_url.removeprefix(world.base_url) + "/chat/completions"
-    client.send("POST", path, body, headers={"authorization": f"Bearer {endpoint.token}"})
-    return client
-
-
-def test_a_client_that_reads_nothing_stops_the_flow_and_fails_at_its_deadline(tmp_path: Path) -> None:
-    told = 0
-
-    def script(chat: ChatTemplate) -> Script:
-        def answer(ask: EngineAsk) -> Iterable[Step]:
-            nonlocal told
-            for number in range(10_000):
-                told += 1
-                yield next(iter(pieces(chat.encode("abcdefgh") * 64, None, first=number * 512)))
-
-        return answer
-
-    async def scenario() -> None:
-        async with served(tmp_path, script, stall_timeout_s=0.2) as world:
-            endpoint = await world.admit()
-            client = await open_stream(world, endpoint, rcvbuf=4096)
-            await until(lambda: bool(world.desk.ends))
-            assert world.desk.ends[0].failure == "client read nothing for 0.2 s"
-            assert world.engine.num_left_early == 1
-            assert told < 1_000  # some megabytes of sockets' buffers; the rest was never asked for
-            client.close()
 
     asyncio.run(scenario())
 

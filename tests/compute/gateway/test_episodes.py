@@ -70,6 +70,53 @@ def test_an_episode_is_over_at_its_deadline_and_latecomers_are_counted() -> None
     run(scenario)
 
 
+def test_an_episode_that_nobody_closes_is_dropped_when_its_lifetime_ends() -> None:
+    async def scenario() -> None:
+        episodes = Episodes()
+        episode = episodes.admit(admission(lifetime_s=0.01))
+        episode.num_calls, gate = 2, asyncio.Event()
+        gone = weakref.ref(episode)
+        request = asyncio.create_task(hang(episode, until=gate))
+        del episode
+        await asyncio.sleep(0.05)
+        assert (len(episodes), episodes.num_live) == (1, 1)  # its request has still to be ended
+        gate.set()
+        assert (await request).kind is ErrorKind.OVER
+        del request
+        async with asyncio.timeout(10):
+            while len(episodes):  # noqa: ASYNC110 - what is waited for is a fact, not an event
+                await asyncio.sleep(0)
+        assert (len(episodes), episodes.num_live) == (0, 0)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert gone() is None
+        with pytest.raises(CallError, match="it is over"):
+            episodes.find(*WHO, TOKEN)
+        with pytest.raises(ValueError, match="was admitted before"):
+            episodes.admit(admission())
+        counts = await episodes.close(*WHO[1:])  # by a conductor that learns of it after all
+        assert (counts.num_calls, counts.late, counts.problems) == (2, 1, ())
+
+    run(scenario)
+
+
+def test_closing_at_the_end_of_a_lifetime_waits_for_the_same_requests() -> None:
+    async def scenario() -> None:
+        episodes = Episodes()
+        episode = episodes.admit(admission(lifetime_s=0.0))
+        gate = asyncio.Event()
+        request = asyncio.create_task(hang(episode, until=gate))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(episodes.close(*WHO[1:]))
+        await asyncio.sleep(0.01)
+        assert not closing.done() and episodes.num_live == 1
+        gate.set()
+        assert (await closing).problems == () and "lifetime of 0 s" in (await request).message
+        assert (len(episodes), episodes.num_live) == (0, 0)
+
+    run(scenario)
+
+
 def test_closing_stops_requests_in_flight_and_waits_for_their_end() -> None:
     async def scenario() -> None:
         episodes = Episodes()

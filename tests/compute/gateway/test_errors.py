@@ -41,6 +41,14 @@ async def post(
     world: Served, route: str, body: Any, *, headers: dict[str, str] | None = None, **admitted: Any
 ) -> tuple[int, dict[str, Any], dict[str, str]]:
     """The status, error and headers of an answer to a body, which may be no JSON at all."""
+    status, answer, answered = await post_whole(world, route, body, headers=headers, **admitted)
+    return status, answer.get("error", {}), answered
+
+
+async def post_whole(
+    world: Served, route: str, body: Any, *, headers: dict[str, str] | None = None, **admitted: Any
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """The status, body and headers of an answer."""
     endpoint = await world.admit(**admitted)
     client = await RawClient.connect(world.base_url)
     path = f"{endpoint.openai_url.removeprefix(world.base_url)}/{route}"
@@ -48,7 +56,7 @@ async def post(
     bearer = {"authorization": f"Bearer {endpoint.token}", **(headers or {})}
     status, answered, answer = await client.ask("POST", path, raw, headers=bearer)
     client.close()
-    return status, json.loads(answer).get("error", {}), answered
+    return status, json.loads(answer), answered
 
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
@@ -279,17 +287,61 @@ def test_unknown_fields_are_ignored_and_noted_once_per_episode(tmp_path: Path, r
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_prompt_that_leaves_no_room_is_the_dialects_context_length_error(
-    tmp_path: Path, is_known: bool
-) -> None:
-    def script(chat: Any) -> Any:
-        refusal = "rid=1: 90 prompt tokens and max_tokens=256 do not fit a context of 64, or ask for nothing"
-        return lambda ask: [EngineRefused(refusal)]
+def refusing(chat: Any) -> Any:
+    """An engine that knows how long its context is, where the conductor does not."""
+    refusal = "rid=1: 90 prompt tokens and max_tokens=256 do not fit a context of 64, or ask for nothing"
+    return lambda ask: [EngineRefused(refusal)]
 
+
+# By route: the field that its error names, and a prompt that is too long.
+TOO_LONG: dict[str, tuple[str | None, dict[str, Any]]] = {
+    CHAT: ("messages", {"messages": [{"role": "user", "content": "x" * 90}]}),
+    LEGACY: ("prompt", {"prompt": "x" * 90}),
+    RESPONSES: ("input", {"input": "x" * 90}),
+    TOKENS: ("input_ids", {"input_ids": [1] * 90}),
+    MESSAGES: (None, {"messages": [{"role": "user", "content": "x" * 90}]}),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    ("route", "is_stream"),
+    [
+        (route, is_stream)
+        for route in TOO_LONG
+        for is_stream in (False, True)
+        if (route, is_stream) != (TOKENS, True)
+    ],
+)
+def test_a_prompt_that_leaves_no_room_is_refused_in_the_routes_own_form_before_any_event(
+    tmp_path: Path, route: str, is_stream: bool, is_known: bool
+) -> None:
+    async def scenario() -> None:
+        param, prompt = TOO_LONG[route]
+        async with served(tmp_path, refusing, context_length=64 if is_known else None) as world:
+            request = {**GOOD[route], **prompt, "stream": is_stream}
+            status, body, headers = await post_whole(world, route, request)
+            assert (status, headers["content-type"]) == (400, "application/json")
+            message = body["error"].pop("message")
+            assert "prompt is too long" in message and "maximum context length" in message
+            told = {"type": "invalid_request_error"}
+            if route == MESSAGES:
+                assert body == {"type": "error", "error": told}
+            else:
+                assert body == {"error": {**told, "param": param, "code": "context_length_exceeded"}}
+            (end,) = world.desk.ends
+            assert end.failure == message and len(world.engine.asks) == (0 if is_known else 1)
+            counts = await world.gateway.close_episode("g000000-0000-m000", 0)
+            assert (counts.num_calls, counts.num_failed) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_official_clients_know_a_prompt_that_leaves_no_room(tmp_path: Path, is_known: bool) -> None:
     async def scenario() -> None:
         context = 64 if is_known else None
-        async with served(tmp_path, script, context_length=context) as world:
+        async with served(tmp_path, refusing, context_length=context) as world:
             endpoint = await world.admit()
             messages: list[Any] = [{"role": "user", "content": "x" * 90}]
             with pytest.raises(openai.BadRequestError) as caught:

@@ -237,6 +237,24 @@ def test_a_client_that_does_not_take_a_write_stops_its_call_once(is_flush: bool)
     asyncio.run(scenario())
 
 
+def test_a_client_that_reads_slowly_is_not_one_that_hangs() -> None:
+    async def scenario() -> None:
+        client = Client(hangs_at=0)
+        stream = client.stream(stall_timeout_s=30.0)
+        for letter in "abcde":
+            writing = asyncio.ensure_future(stream.add(0, [Delta(text=letter)]))
+            await client.timers.pass_s(0.0)
+            await client.timers.pass_s(20.0)
+            assert not writing.done()
+            client.resumed.set()
+            await writing
+            client.resumed.clear()
+            await client.timers.pass_s(2 * GATHER_S)
+        assert client.writes == [b"<a", b"b", b"c", b"d", b"e"] and not client.stopped  # after 100 s
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_flushing", [True, False])
 def test_an_error_that_the_client_does_not_read_is_given_up(is_flushing: bool) -> None:
     async def scenario() -> None:
