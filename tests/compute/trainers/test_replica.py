@@ -117,8 +117,10 @@ def test_no_cut_and_no_order_changes_any_losss_gradient(tmp_path: Path, name: st
         parts = [batch(shuffled[part::num_parts], name=f"part-{part}") for part in range(num_parts)]
         reports.append([trainer.forward_backward(part) for part in parts])
         gradients.append(gradient_sums(trainer, tmp_path))
+    # A sequence's weight is the exponential of a sum over its tokens: so many times a logprob's rounding.
+    bound = 5e-6 if name.endswith("sequence-tis") else 1e-6
     for other in gradients[1:]:
-        assert distance(gradients[0], other) < 1e-6
+        assert distance(gradients[0], other) < bound
     for kind in reports[0][0].sums.keys() - {"num_computed"}:
         totals = [math.fsum(report.sums[kind][0] for report in parts) for parts in reports]
         assert totals == pytest.approx([totals[0]] * 4, rel=1e-5, abs=1e-5), kind
