@@ -326,7 +326,7 @@ def test_a_rank_killed_in_mid_backward_ends_the_others_and_a_restart_makes_the_s
 ) -> None:
     """From the last state: in mid-batch at stages 0 and 1, at the boundary before the batch at 2 and 3."""
     can_save_in_mid_batch = stage < 2
-    long = batch([row(i, num_prompt=60, num_sampled=60) for i in range(60)], name="long")
+    long = batch([row(i, num_prompt=60, num_sampled=60) for i in range(240)], name="long")
     short, state = batch(ROWS, name="short"), str(tmp_path / "state")
 
     async def work() -> None:
@@ -339,7 +339,7 @@ def test_a_rank_killed_in_mid_backward_ends_the_others_and_a_restart_makes_the_s
         if can_save_in_mid_batch:
             await first.save(state_path=state)
         call = asyncio.create_task(first.forward_backward(long))
-        await asyncio.sleep(0.3)  # real processes, real time: let the backward begin
+        await asyncio.sleep(0.1)  # real processes, real time: let the backward begin
         assert not call.done()
         members[1].kill()
         killed = time.monotonic()
