@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -260,6 +261,8 @@ def _ui(arguments: argparse.Namespace) -> int:
     workspace = Path("workspace.yaml")
     target = ["-w", str(workspace)] if workspace.exists() else ["-m", "megloom.pipelines.definitions"]
     print(f"Dagster on http://127.0.0.1:{arguments.port} (instance {home}); stop with Ctrl-C", flush=True)
+    # A shell starts background commands with SIGINT ignored, and Dagster then ignores SIGTERM as well.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execv(
         sys.executable,
         [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", str(arguments.port), *target],
