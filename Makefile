@@ -44,9 +44,10 @@ soak: $(VENV)/.dev
 soak-gateway: $(VENV)/.core
 	$(BIN)/python bench/gateway.py $(if $(N),--calls $(N),--soak)
 
-# The property tests of the graph's two views, the state store and the schedulers, and hostile requests against every route of the gateway, with ten
-# times the examples of `make test`: each test ends after 1,000 examples, and schemathesis draws bodies for five
-# minutes. Every failure prints how it is repeated.
+# The property tests of the graph's two views, the state store and the schedulers, and hostile requests against
+# every route of the gateway, with ten times the examples of `make test`: each test ends after 1,000 examples, and
+# schemathesis draws bodies for five minutes at most. About five minutes in all. Every failure prints how it is
+# repeated.
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -m '' --numprocesses 2 --dist worksteal \
 		tests/compute/graph tests/compute/state tests/compute/scheduling tests/fuzz
