@@ -7,6 +7,7 @@ may be ragged. A member that could not be scored is not among the outcomes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,11 +189,11 @@ class PolicyGradient(Algorithm):
         kept = [outcomes[position] for position in self._used(outcomes)]
         return self.state_after(kept, self.shaped(kept), state)
 
+    @abstractmethod
     def advantages_of(
         self, outcomes: Sequence[Outcome], rewards: Sequence[float], state: Mapping[str, float]
     ) -> list[float]:
         """The formula: advantages of outcomes in groups that are large enough, from their shaped rewards."""
-        raise NotImplementedError
 
     def state_after(
         self, outcomes: Sequence[Outcome], rewards: Sequence[float], state: Mapping[str, float]
@@ -215,7 +216,7 @@ class PolicyGradient(Algorithm):
 
     def columns(self, reward: float, values: Sequence[float]) -> dict[str, list[float]]:
         """ "advantages" and "returns" of one row's trainable tokens, in order, from their values."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no critic, so no columns of its own")
 
     @model_validator(mode="after")
     def _a_norm_has_its_divisor(self) -> PolicyGradient:

@@ -7,6 +7,7 @@ however many turns an episode took to earn it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -32,9 +33,9 @@ class GroupRelative(PolicyGradient):
             return [0.0] * len(rewards)
         return self.relative(rewards)
 
+    @abstractmethod
     def relative(self, rewards: Sequence[float]) -> list[float]:
         """The formula, on at least `min_group_size` finite rewards."""
-        raise NotImplementedError
 
     def advantages_of(
         self, outcomes: Sequence[Outcome], rewards: Sequence[float], state: Mapping[str, float]

@@ -60,7 +60,6 @@ class SatelliteLost(Exception):
 class _Satellite:
     """`source` is what it has loaded, `taken` what its sums hold: nothing while it rests."""
 
-    name: str
     cell: str
     trainer: Trainer
     source: Source
@@ -91,7 +90,7 @@ class Satellites:
         self._deadlines, self._tasks, self._tell = deadlines, tasks, tell
         self._here: dict[int, _Satellite] = {}
         self._resting: dict[int, _Satellite] = {}
-        self._joining: dict[int, tuple[asyncio.Task[None], str, str]] = {}  # with the name and the cell
+        self._joining: dict[int, tuple[asyncio.Task[None], str]] = {}  # with the cell
         self._ending: set[int] = set()  # their names are not free yet
         self._again: list[MicroBatch] = []
         self._num_losses = 0
@@ -109,7 +108,7 @@ class Satellites:
         slot = next((number for number in range(1, self._limit + 1) if number not in used), None)
         if slot is None or (cell := self._cells.bind_spare(self._tenant)) is None:
             return
-        self._begin(slot, f"trainer/{self._plan.policy}.{slot}", cell, source, None)
+        self._begin(slot, cell, source, None)
 
     def wake(self, source: Source | None) -> None:
         """Lets all that rest load what the next batch needs, before it is there. Returns at once."""
@@ -180,7 +179,7 @@ class Satellites:
     async def ended(self, slot: int, cause: str) -> None:
         """A satellite's process ended by itself."""
         if (resting := self._resting.get(slot)) is not None:
-            self._count_loss(resting.name, cause)
+            self._count_loss(self._name(slot), cause)
             await self._end(slot, resting)
             return
         satellite = self._here.get(slot)
@@ -193,19 +192,22 @@ class Satellites:
 
     def _wake(self, slot: int, source: Source) -> None:
         satellite = self._resting.pop(slot)
-        self._begin(slot, satellite.name, satellite.cell, source, satellite)
+        self._begin(slot, satellite.cell, source, satellite)
 
-    def _begin(self, slot: int, name: str, cell: str, source: Source, rested: _Satellite | None) -> None:
-        joining = self._join(slot, name, cell, source, rested)
+    def _name(self, slot: int) -> str:
+        return f"trainer/{self._plan.policy}.{slot}"
+
+    def _begin(self, slot: int, cell: str, source: Source, rested: _Satellite | None) -> None:
+        joining = self._join(slot, cell, source, rested)
         try:
-            self._joining[slot] = self._tasks.create_task(joining, name=f"join:{name}"), name, cell
+            self._joining[slot] = self._tasks.create_task(joining, name=f"join:{self._name(slot)}"), cell
         except RuntimeError:  # the task group is ending, and with its session every process
             joining.close()
             self._cells.release(cell)
 
-    async def _join(self, slot: int, name: str, cell: str, source: Source, rested: _Satellite | None) -> None:
+    async def _join(self, slot: int, cell: str, source: Source, rested: _Satellite | None) -> None:
         """Consumes nothing. Waits for a process and its weights. Woken by both; ends as a free replica."""
-        joined = False
+        name, joined = self._name(slot), False
         try:
             trainer = rested.trainer if rested else await self._starter.start_trainer(name, self._plan)
             if rested is None or rested.source != source:
@@ -221,7 +223,7 @@ class Satellites:
         finally:
             self._joining.pop(slot, None)
             if joined:
-                self._here[slot] = _Satellite(name=name, cell=cell, trainer=trainer, source=source)
+                self._here[slot] = _Satellite(cell=cell, trainer=trainer, source=source)
                 self._tell("satellite_joined", policy=self._plan.policy, replica=name, cell=cell)
                 self._turns.add(slot)
             else:
@@ -231,13 +233,13 @@ class Satellites:
     async def _stop_joining(self) -> None:
         """The join window closes: who has not joined yet does not."""
         joining = dict(self._joining)
-        for task, *_ in joining.values():
+        for task, _ in joining.values():
             task.cancel()
         if joining:
-            await asyncio.wait([task for task, *_ in joining.values()])
-        for slot, (_, name, cell) in joining.items():
+            await asyncio.wait([task for task, _ in joining.values()])
+        for slot, (_, cell) in joining.items():
             if self._joining.pop(slot, None) is not None:  # cancelled before it ran at all
-                await self._starter.stop(name)
+                await self._starter.stop(self._name(slot))
                 self._cells.release(cell)
 
     async def _end_resting(self, cell: str | None = None) -> None:
@@ -262,7 +264,8 @@ class Satellites:
                 return
             finally:
                 await self._shelf.drop_draft(path)
-        if self._here.pop(slot, None) is satellite:
+        if self._here.get(slot) is satellite:
+            del self._here[slot]
             self._turns.remove(slot)
             satellite.taken, satellite.resting_since_s = [], self._clock()
             self._resting[slot] = satellite
@@ -283,19 +286,19 @@ class Satellites:
     async def _lose(self, slot: int, satellite: _Satellite, cause: str) -> None:
         if self._here.get(slot) is not satellite:
             return  # dropped while its verb ran
-        self._count_loss(satellite.name, cause)
+        self._count_loss(self._name(slot), cause)
         self._again.extend(satellite.taken)
         await self._end(slot, satellite)
 
     async def _end(self, slot: int, satellite: _Satellite) -> None:
-        if satellite not in (self._here.get(slot), self._resting.get(slot)):
+        if self._here.get(slot) is not satellite and self._resting.get(slot) is not satellite:
             return  # another of its failures has ended it
         self._here.pop(slot, None)
         self._resting.pop(slot, None)
         self._ending.add(slot)
         self._turns.remove(slot)
         try:
-            await self._starter.stop(satellite.name)
+            await self._starter.stop(self._name(slot))
         finally:
             self._ending.discard(slot)
             self._cells.release(satellite.cell)

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megloom.compute.state.durable import replace_file
-from megloom.compute.state.tensor_file import WrittenFile
 from megloom.compute.trainers.device_copy import save_tensors
 from megloom.compute.trainers.protocol import TrainerError
 
@@ -83,10 +82,8 @@ def read_sums(path: Path) -> tuple[SumsFacts, dict[str, Tensor]]:
 
 
 def _write(path: Path, key: str, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    written: list[WrittenFile] = []
     metadata = {key: json.dumps(facts)}
-    replace_file(path, lambda temporary: written.append(save_tensors(temporary, tensors, metadata)))
-    return written[0].digest
+    return replace_file(path, lambda temporary: save_tensors(temporary, tensors, metadata)).digest
 
 
 def _read(path: Path, key: str, kind: type[_Kind]) -> tuple[_Kind, dict[str, Tensor]]:
