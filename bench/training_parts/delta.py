@@ -41,8 +41,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megloom.compute.state.delta import apply_delta, write_delta
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.staging import full_folder
-from megloom.compute.state.weights import MODEL_FILE, file_digest, put_version, version_dir
+from megloom.compute.state.weights import MODEL_FILE, put_version, version_dir
 from megloom.compute.trainers.model import convert_gguf, load_model, save_weights
 from megloom.compute.workload import PackagedGguf, Publishing
 

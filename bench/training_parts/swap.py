@@ -2,17 +2,19 @@
 
 A learner of 135 million parameters in float32 that has made one step: weights and both moments of AdamW,
 1.6 GB. Out, as a group's OFFLOAD does it: a draft on tmpfs is written tensor by tensor, digested while it is
-written, and put. In, as its LOAD does it: `get`, the file mapped, every tensor copied to where the learner
-keeps it. The other side clones every tensor of the state. What either allocates is new to the process, as it
-is for a trainer that comes back; a copy into memory that is there already takes a fraction of that
-(`swap_warm_copy_s`). One thread of torch, two of the digest. The sides take turns after one warm round; the
-ratio is the median over the rounds. `swap_zero1_ratio` is the same for DeepSpeed ZeRO-1 on one rank.
+written, and put; then the learner is closed. In, as a LOAD does it: a learner that has not made a step yet
+gets the file, maps it and copies every tensor to where it keeps it. The other side clones every tensor of the
+state. What either allocates is new to the process; a copy into memory that is there already takes a fraction
+of that (`swap_warm_copy_s`). One thread of torch, one of the digest. The sides take turns after one warm
+round; the ratio is the median over the rounds. `swap_zero1_ratio` is the same for DeepSpeed ZeRO-1 on one
+rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import statistics
 import tempfile
@@ -46,7 +48,7 @@ Rounds = list[tuple[float, float, float, float]]
 
 
 def learner_of_135m(knobs: dict[str, Any]) -> Learner:
-    """134.5 million parameters that have made one step, so that their moments are there."""
+    """134.5 million parameters that have not made a step: there are no moments yet."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -68,13 +70,16 @@ def learner_of_135m(knobs: dict[str, Any]) -> Learner:
         seed=0,
         trainer=knobs,
     )
-    learner = make_learner(plan, LlamaForCausalLM(config), optimizer=optimizer, warm_optimizer=None)
+    return make_learner(plan, LlamaForCausalLM(config), optimizer=optimizer, warm_optimizer=None)
+
+
+def make_step(learner: Learner) -> None:
+    """One step along the sum of all weights, after which the moments are there."""
     learner.num_rounds(1)
     learner.backward(sum((value.sum() for value in learner.model.parameters()), torch.zeros(())))
     learner.add_gradients("first", 1)
     learner.drop_gradients()
     learner.step(1.0, warm=False)
-    return learner
 
 
 def swap_figures() -> dict[str, dict[str, Any]]:
@@ -96,15 +101,14 @@ def swap_figures() -> dict[str, dict[str, Any]]:
 
 def rounds_of(knobs: dict[str, Any]) -> Rounds:
     """Seconds of (copy, copy into the same memory again, out, in) per round."""
-    learner = learner_of_135m(knobs)
     with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as folder:
-        rounds = asyncio.run(_rounds(Path(folder), learner))
-    learner.close()
-    return rounds
+        return asyncio.run(_rounds(Path(folder), knobs))
 
 
-async def _rounds(folder: Path, learner: Learner) -> Rounds:
+async def _rounds(folder: Path, knobs: dict[str, Any]) -> Rounds:
     rounds = []
+    learner = learner_of_135m(knobs)
+    make_step(learner)
     tier = TierPlan(tier=Tier.TMPFS, root=str(folder / "tmpfs"), budget_bytes=4 * STATE_BYTES)
     with ThreadOffload("rows") as offload, ThreadOffload("bulk") as bulk:
         around = Surroundings(offload=offload, bulk=bulk)
@@ -123,6 +127,10 @@ async def _rounds(folder: Path, learner: Learner) -> Rounds:
                 draft = await store.draft(STATE_BYTES)
                 await store.put(key, draft, digest=write_state(draft.path, *learner.state("solver")))
                 out_s = time.perf_counter() - began
+                learner.close()
+                del learner, state
+                gc.collect()  # an engine's parts hold on to each other
+                learner = learner_of_135m(knobs)
                 began = time.perf_counter()
                 learner.restore(*read_state(await store.get(key)))
                 in_s = time.perf_counter() - began
@@ -131,6 +139,7 @@ async def _rounds(folder: Path, learner: Learner) -> Rounds:
                 del copies, back
                 await store.delete(key)
                 rounds.append((copy_s, warm_s, out_s, in_s))
+    learner.close()
     return rounds[1:]  # the first one warms up
 
 

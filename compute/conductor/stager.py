@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.staging import full_folder
-from megloom.compute.state.weights import MODEL_FILE, WeightsError, file_digest
+from megloom.compute.state.weights import MODEL_FILE, WeightsError
 from megloom.compute.store.offload import Offload
 from megloom.compute.trainers.protocol import Published
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megloom.compute.state.weights import MODEL_FILE, file_digest
+from megloom.compute.state.digests import file_digest
+from megloom.compute.state.weights import MODEL_FILE
 
 ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Architecture → whether queries and keys are normalised per head."""
@@ -176,7 +177,7 @@ def _listed_digest(folder: Path) -> str | None:
 def verify(model_path: str | Path, digest: str | None) -> None:
     """Checks the weights against `digest` and against `digest` in a `manifest.json` beside them, if given.
 
-    A digest is that of `state.weights.file_digest`.
+    A digest is that of `state.digests.file_digest`.
 
     Raises: ValueError on disagreement, FileNotFoundError if there is a digest but no file to check.
     """

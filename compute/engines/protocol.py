@@ -145,7 +145,7 @@ class Engine(Protocol):
         """Replaces the weights by those in the folder and labels tokens sampled from now on with `version`.
 
         Without a pause it first waits for the live requests; requests that come meanwhile wait behind it.
-        `digest` is that of `model.safetensors`: blake2b, 64 hex digits. After a refusal
+        `digest` is that of `model.safetensors`: BLAKE3, 64 hex digits. After a refusal
         the old weights still serve.
 
         Raises: EngineRefused, EngineUnavailable.

@@ -12,7 +12,6 @@ Source: what changes, PULSE (arXiv 2602.03839); planes and XOR are common in che
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+from blake3 import blake3
 
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.weight_file import (
     ITEM_BYTES,
     Bytes,
@@ -33,7 +34,7 @@ from megloom.compute.state.weight_file import (
 )
 
 MAGIC = b"MEGDELTA"
-CODEC = "xor-planes-zstd1"
+CODEC = "xor-planes-zstd1-blake3"
 ZSTD_LEVEL = 1  # level 3 gains nothing on XORed planes
 SAME, XOR, PLANES, RAW = "same", "xor", "planes", "raw"  # what a frame holds; "same" has no bytes
 DENSE = 0.6  # a XOR that leaves more than this of the bytes is compared with the target's own planes
@@ -47,7 +48,7 @@ class DeltaError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDelta:
-    """One tensor of the result. `frames` are (what, bytes in the delta), one a chunk; `digest` is blake2b."""
+    """One tensor of the result. `frames` are (what, bytes in the delta), one a chunk; `digest` is BLAKE3."""
 
     name: str
     dtype: str
@@ -58,7 +59,7 @@ class TensorDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaFacts:
-    """What a delta says of itself. `head` is the result's own header; digests are blake2b of whole files."""
+    """What a delta says of itself. `head` is the result's own header; digests are BLAKE3 of whole files."""
 
     base_digest: str
     digest: str
@@ -79,7 +80,7 @@ def write_delta(base: Path, target: Path, delta: Path, *, base_digest: str) -> D
     _require_digest(base, base_digest)
     base_bytes, target_bytes = mapped(base), mapped(target)
     known = {entry.name: entry for entry in base_layout.entries}
-    whole = _hash()
+    whole = blake3()
     whole.update(layout.head)
     tensors = []
     with delta.open("wb") as file:
@@ -88,7 +89,7 @@ def write_delta(base: Path, target: Path, delta: Path, *, base_digest: str) -> D
             old = known.get(entry.name)
             is_alike = old is not None and (old.dtype, old.shape) == (entry.dtype, entry.shape)
             shift = old.start - entry.start if is_alike and old is not None else None
-            digest, frames = _hash(), []
+            digest, frames = blake3(), []
             for start, end in chunks(entry):
                 new = target_bytes[start:end]
                 whole.update(new)
@@ -123,12 +124,12 @@ def apply_delta(base: Path, delta: Path, result: Path) -> DeltaFacts:
     except WeightFileError as error:
         raise DeltaError(str(error)) from error
     base_bytes, delta_bytes = mapped(base), mapped(delta)
-    whole, at = _hash(), len(MAGIC)
+    whole, at = blake3(), len(MAGIC)
     whole.update(facts.head)
     with result.open("wb") as file:
         file.write(facts.head)
         for entry, tensor in zip(layout.entries, facts.tensors, strict=True):
-            digest = _hash()
+            digest = blake3()
             for (start, end), (what, size) in zip(chunks(entry), tensor.frames, strict=True):
                 old = known.get(entry.name)
                 shift = 0 if old is None else old.start - entry.start
@@ -233,12 +234,6 @@ def _packed(data: Bytes, item_bytes: int) -> bytes:
     return packed
 
 
-def _hash() -> Any:
-    return hashlib.blake2b(digest_size=32)
-
-
 def _require_digest(base: Path, expected: str) -> None:
-    with base.open("rb") as file:
-        found = hashlib.file_digest(file, _hash).hexdigest()
-    if found != expected:
+    if (found := file_digest(base)) != expected:
         raise DeltaError(f"{base}: digest {found}, the delta's base has {expected}")

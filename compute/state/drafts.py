@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megloom.compute.state.digests import digester, tree_digest
+from blake3 import blake3
+
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import DISK_FULL, StateFull
 from megloom.compute.state.index import Entry
 from megloom.compute.state.keys import Key
@@ -92,10 +94,8 @@ class Drafts:
 def entry_of(key: Key, source: Path | bytes) -> Entry:
     """The entry that a file or bytes would have under `key`."""
     if isinstance(source, Path):
-        return Entry(key=key, digest=tree_digest(source), size_bytes=source.stat().st_size)
-    with digester() as digest:
-        digest.feed(source)
-        return Entry(key=key, digest=digest.finish(), size_bytes=len(source))
+        return Entry(key=key, digest=file_digest(source), size_bytes=source.stat().st_size)
+    return Entry(key=key, digest=blake3(source).hexdigest(), size_bytes=len(source))
 
 
 def _copy(source: Path | bytes, target: Path) -> None:

@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS hosts (run TEXT, policy TEXT, node TEXT, noted INTEGE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What the store knows of an object. `digest` is `digests.tree_digest` of its bytes."""
+    """What the store knows of an object. `digest` is `digests.file_digest` of its bytes."""
 
     key: Key
     digest: str

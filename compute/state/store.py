@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.drafts import Drafts, Surroundings, entry_of
 from megloom.compute.state.errors import NoValidCopy, TransportError
 from megloom.compute.state.index import Entry
@@ -77,7 +77,7 @@ class StateStore:
     async def put(self, key: Key, source: Path | bytes | Draft, *, digest: str | None = None) -> Entry:
         """Stores a file (copied), bytes, or a draft (moved; gone in any case), on the fastest tier with room.
 
-        `digest` is `tree_digest` of a draft, if its writer has it. The key's host is this node from now on.
+        `digest` is `file_digest` of a draft, if its writer has it. The key's host is this node from now on.
         Raises: ConflictingState if the key has other content; StateFull; FileNotFoundError for no file.
         """
         if isinstance(source, Draft):
@@ -255,7 +255,7 @@ class StateStore:
 
     async def _is_right(self, copy: LocalCopy) -> bool:
         try:
-            got = await self._around.bulk.run(tree_digest, copy.path)
+            got = await self._around.bulk.run(file_digest, copy.path)
             cause = f"digest {got}, expected {copy.entry.digest}" if got != copy.entry.digest else None
         except OSError as error:
             cause = f"unreadable: {error}"
@@ -307,7 +307,7 @@ class StateStore:
             await source.transport.fetch(entry, path)
 
         async with self._drafts.filled(entry.size_bytes, fill) as draft:
-            got = await self._around.bulk.run(tree_digest, draft.path)
+            got = await self._around.bulk.run(file_digest, draft.path)
             if got != entry.digest:
                 raise TransportError(f"{name_of(source.place)} sent digest {got}, expected {entry.digest}")
             await self._commit(entry.key, draft, got)
@@ -316,7 +316,7 @@ class StateStore:
         around = self._around
         size_bytes = (await around.bulk.run(draft.path.stat)).st_size
         if digest is None:
-            digest = await around.bulk.run(tree_digest, draft.path)
+            digest = await around.bulk.run(file_digest, draft.path)
         entry = Entry(key=key, digest=digest, size_bytes=size_bytes)
         await around.offload.run(self._files.commit, draft, entry, around.clock())
         await around.offload.run(self._files.index.note_host, key.run, key.policy, self.node)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megloom.compute.state.digests import LEAF_BYTES, Digester, digester
+from blake3 import blake3
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4,
@@ -38,7 +39,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFile:
-    """`digest` is `digests.tree_digest` of the file."""
+    """`digest` is `digests.file_digest` of the file."""
 
     digest: str
     size_bytes: int
@@ -79,23 +80,27 @@ def write_tensor_file(
 ) -> WrittenFile:
     """Writes `path` from its begin; a crash leaves a part, so write a draft and move it.
 
-    `bytes_of` is called once per tensor, in order; its bytes must not change before the call returns.
+    `bytes_of` is called once per tensor, in order; its bytes must not change before it is called again.
     Raises: ValueError if a tensor has other than its spec's number of bytes; OSError if the disk is full.
     """
-    header = header_bytes(specs, metadata)
-    with path.open("wb", buffering=0) as file, digester() as digest:
-        _write(file.fileno(), digest, memoryview(header))
-        for spec in specs:
-            data = memoryview(bytes_of(spec)).cast("B")
-            if len(data) != spec.size_bytes:
-                raise ValueError(f"tensor {spec.name!r}: {len(data)} bytes, expected {spec.size_bytes}")
-            _write(file.fileno(), digest, data)
-        return WrittenFile(digest=digest.finish(), size_bytes=digest.size_bytes)
+    digest, size_bytes = blake3(), 0
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="digest") as hasher:
+        for data in _pieces(specs, bytes_of, metadata):
+            hashing = hasher.submit(digest.update, data)
+            size_bytes += len(data)
+            while len(data):
+                data = data[os.write(file.fileno(), data) :]
+            hashing.result()
+    return WrittenFile(digest=digest.hexdigest(), size_bytes=size_bytes)
 
 
-def _write(descriptor: int, digest: Digester, data: memoryview) -> None:
-    for begin in range(0, len(data), LEAF_BYTES):  # in turns, so that hashing overlaps with writing
-        piece = data[begin : begin + LEAF_BYTES]
-        digest.feed(piece)
-        while len(piece):
-            piece = piece[os.write(descriptor, piece) :]
+def _pieces(
+    specs: Sequence[TensorSpec], bytes_of: Callable[[TensorSpec], memoryview], metadata: Mapping[str, str]
+) -> Iterator[memoryview]:
+    """The file's header, then each tensor's bytes."""
+    yield memoryview(header_bytes(specs, metadata))
+    for spec in specs:
+        data = memoryview(bytes_of(spec)).cast("B")
+        if len(data) != spec.size_bytes:
+            raise ValueError(f"tensor {spec.name!r}: {len(data)} bytes, expected {spec.size_bytes}")
+        yield data

@@ -13,7 +13,6 @@ tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megloom.compute.state.delta import DeltaError, read_facts, write_delta
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.durable import replace_file, sync
 from megloom.compute.state.weight_file import WeightFileError, cast_to_bfloat16, has_dtype
 from megloom.compute.workload import Publishing
@@ -35,10 +35,9 @@ DELTA_FILE = "model.delta.zst"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 DONE_FILE = "DONE"
-SCHEMA_VERSION = 2  # 1 knew no deltas
+SCHEMA_VERSION = 3  # 2 and 1 had other digests; they are refused
 DENSE_SHARE = 0.9  # of the whole file: a delta above it saves nothing, the version is kept whole
 _VERSION_NAME = re.compile(r"v(\d{6,})")
-_DIGEST_SIZE_BYTES = 32
 
 
 class WeightsError(Exception):
@@ -49,9 +48,9 @@ class WeightsError(Exception):
 class WeightManifest:
     """What a version folder says of itself.
 
-    `digest` is blake2b (hex) of the whole model.safetensors and `size_bytes` its length, also where only a
+    `digest` is BLAKE3 (hex) of the whole model.safetensors and `size_bytes` its length, also where only a
     delta of `base_version` (digest `base_digest`) is kept; `stored_bytes` is what the folder holds of it.
-    `parent_version` is the version that it was trained from. In `schema_version` 1 all are whole.
+    `parent_version` is the version that it was trained from.
     """
 
     policy: str
@@ -172,9 +171,9 @@ def read_manifest(folder: Path, *, verified: bool = True) -> WeightManifest:
         raise FileNotFoundError(f"no complete weight version at {folder}")
     try:
         values = json.loads((folder / MANIFEST_FILE).read_text())
-        schema_version = values.get("schema_version", 1)
-        if isinstance(schema_version, int) and schema_version > SCHEMA_VERSION:
-            raise WeightsError(f"{folder}: schema_version {schema_version}, newest known {SCHEMA_VERSION}")
+        schema_version = values.get("schema_version")
+        if schema_version != SCHEMA_VERSION:
+            raise WeightsError(f"{folder}: schema_version {schema_version}, expected {SCHEMA_VERSION}")
         manifest = WeightManifest(**{"stored_bytes": values.get("size_bytes"), **values})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise WeightsError(f"{folder}: manifest unreadable: {error}") from error
@@ -229,12 +228,6 @@ def discard_states(folder: Path, *, keep: str | Iterable[str] | None) -> list[st
 def is_complete(folder: Path) -> bool:
     """True if the version was published to the end."""
     return (folder / DONE_FILE).is_file()
-
-
-def file_digest(path: Path) -> str:
-    """blake2b of a file, 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_SIZE_BYTES)).hexdigest()
 
 
 def _versions(folder: Path) -> list[tuple[int, Path]]:

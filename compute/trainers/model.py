@@ -20,8 +20,9 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.durable import sync
-from megloom.compute.state.weights import MODEL_FILE, file_digest
+from megloom.compute.state.weights import MODEL_FILE
 from megloom.compute.trainers.tokenizer import write_tokenizer
 from megloom.compute.workload import ModelSource, PackagedGguf, PretrainedModel, RandomModel
 

@@ -109,7 +109,7 @@ class UpdateReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """A complete weight version on disk. `digest` is blake2b of its safetensors file, in hex."""
+    """A complete weight version on disk. `digest` is BLAKE3 of its safetensors file, in hex."""
 
     uri: str
     version: int
@@ -204,7 +204,7 @@ class Trainer(Protocol):
     async def save(self, *, state_path: str) -> str | None:
         """Writes weights, moments, step, rng, cached gradients and their micro-batch ids to one file.
 
-        Returns the file's `digests.tree_digest`, if it was taken while the file was written.
+        Returns the file's `digests.file_digest`, if it was taken while the file was written.
         """
         ...
 

@@ -56,7 +56,7 @@ _Kind = TypeVar("_Kind", Facts, SumsFacts)
 
 
 def write_state(path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> str:
-    """Writes the file, whole or not at all; an older one is replaced. Returns its `digests.tree_digest`."""
+    """Writes the file, whole or not at all; an older one is replaced. Returns its `digests.file_digest`."""
     return _write(path, _STATE, asdict(facts), tensors)
 
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import Handler, Middleware
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import DISK_FULL, ConflictingState, StateError, StateFull
 from megloom.compute.state.keys import Key
 from megloom.compute.state.store import StateStore
@@ -85,7 +85,7 @@ class _Routes:
             await self._bulk.run(draft.path.touch)
             async for chunk in request.content.iter_chunked(CHUNK_BYTES):
                 await self._bulk.run(append, draft.path, chunk)
-            got = await self._bulk.run(tree_digest, draft.path)
+            got = await self._bulk.run(file_digest, draft.path)
             if got != digest:
                 raise ValueError(f"state {key}: the body has digest {got}, expected {digest}")
             entry = await self._store.put(key, draft, digest=got)

@@ -34,7 +34,8 @@ from megloom.compute.engines.protocol import (
 )
 from megloom.compute.graph.meg import ExecutionGraph
 from megloom.compute.simulation.clock import run_virtual
-from megloom.compute.state.weights import MODEL_FILE, file_digest, version_dir
+from megloom.compute.state.digests import file_digest
+from megloom.compute.state.weights import MODEL_FILE, version_dir
 from megloom.compute.store.offload import InlineOffload
 from megloom.compute.trainers.protocol import ForwardReport, MicroBatch, Published, TrainerError
 from tests.compute.state.weight_versions import put_line, spoil

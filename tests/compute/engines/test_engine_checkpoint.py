@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megloom.compute.engines.checkpoint import read_config, read_tensors, verify
-from megloom.compute.state.weights import file_digest
+from megloom.compute.state.digests import file_digest
 
 
 @pytest.fixture

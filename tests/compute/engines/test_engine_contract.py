@@ -6,16 +6,17 @@ Tests that need more than the common ground name a capability and are skipped wh
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 
 from megloom.compute.engines.protocol import EngineRefused, FinishReason, PauseMode, VersionSpan
 
 pytestmark = pytest.mark.filterwarnings("error")
 LONG = 3000  # tokens: samples far longer than any test waits
+MEDIUM = 1500  # tokens: long enough to be caught in the middle, short enough to be waited for
 
 
 def needs(capability):
@@ -117,11 +118,14 @@ def test_abort_returns_the_partial_output(with_engine, make_request):
 @needs("exact_abort")
 def test_abort_of_a_rid_spares_rids_that_start_alike(with_engine):
     async def scenario(client, raw):
-        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": MEDIUM, "ignore_eos": True}}
         spared = asyncio.create_task(raw.post("/generate", body | {"rid": "r-10"}))
-        await raw.wait_until("num_running_reqs", lambda running: running >= 1)
+        await raw.wait_until("num_running_reqs", lambda running: running == 1)
+        await client.pause(PauseMode.IN_PLACE)
         assert await raw.post("/abort_request", {"rid": "r-1"}) == (200, "")
         assert await raw.post("/abort_request", {"rid": ""}) == (200, "")
+        assert await raw.metric("num_running_reqs") == 1
+        await client.resume()
         _, answer = await spared
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
@@ -169,7 +173,7 @@ def test_update_under_a_pause_splits_a_completion_into_version_spans(
     mode, with_engine, make_request, engine_under_test, reference_logprobs
 ):
     async def scenario(client, raw):
-        request = make_request(max_tokens=400)
+        request = make_request(max_tokens=MEDIUM)
         running = asyncio.create_task(client.generate(request))
         await raw.wait_until("generation_tokens_total", lambda tokens: tokens >= 5)
         await client.pause(mode)
@@ -178,7 +182,7 @@ def test_update_under_a_pause_splits_a_completion_into_version_spans(
         completion = await running
         old, new = completion.version_spans
         assert (old.version, new.version) == (3, 4)
-        assert (old.start, old.end, new.end) == (0, new.start, 400)
+        assert (old.start, old.end, new.end) == (0, new.start, MEDIUM)
         assert (await client.info()).version == 4
         if mode is PauseMode.RETRACT:  # the whole past was computed anew under the new weights
             tokens = [*request.token_ids, *completion.token_ids]
@@ -193,10 +197,10 @@ def test_update_under_a_pause_splits_a_completion_into_version_spans(
 
 def test_update_without_a_pause_waits_for_live_requests(with_engine, make_request, engine_under_test):
     async def scenario(client, raw):
-        live = asyncio.create_task(client.generate(make_request(1, max_tokens=150)))
+        live = asyncio.create_task(client.generate(make_request(1, max_tokens=MEDIUM)))
         await raw.wait_until("num_running_reqs", lambda running: running == 1)
         await client.load_version(engine_under_test.other_model_dir, 4, None)
-        assert (await live).version_spans == (span(3, 0, 150),)
+        assert (await live).version_spans == (span(3, 0, MEDIUM),)
         assert (await client.generate(make_request(2))).version_spans == (span(4, 0, 8),)
 
     with_engine(scenario)
@@ -207,14 +211,14 @@ def test_update_that_would_keep_stale_cache_is_refused_and_changes_nothing(
     with_engine, make_request, engine_under_test
 ):
     async def scenario(client, raw):
-        live = asyncio.create_task(client.generate(make_request(max_tokens=300)))
+        live = asyncio.create_task(client.generate(make_request(max_tokens=MEDIUM)))
         await raw.wait_until("generation_tokens_total", lambda tokens: tokens >= 3)
         await client.pause(PauseMode.IN_PLACE)
         body = {"model_path": engine_under_test.other_model_dir, "weight_version": "4", "flush_cache": True}
         status, answer = await raw.post("/update_weights_from_disk", body)
         assert (status, answer["success"]) == (400, False)
         await client.resume()
-        assert (await live).version_spans == (span(3, 0, 300),)
+        assert (await live).version_spans == (span(3, 0, MEDIUM),)
         assert (await client.info()).version == 3
 
     with_engine(scenario)
@@ -244,7 +248,7 @@ def test_weights_with_another_digest_are_refused(with_engine, engine_under_test)
         with pytest.raises(EngineRefused, match="digest"):
             await client.load_version(folder, 4, "00" * 64)
         assert (await client.info()).version == 3
-        await client.load_version(folder, 4, hashlib.blake2b(content, digest_size=32).hexdigest())
+        await client.load_version(folder, 4, blake3(content).hexdigest())
         assert (await client.info()).version == 4
 
     with_engine(scenario)

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from megloom.compute.state import delta as delta_module
 from megloom.compute.state import weight_file
 from megloom.compute.state.delta import DeltaError, apply_delta, read_facts, write_delta
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.weight_file import WeightFileError, cast_to_bfloat16, read_layout
-from megloom.compute.state.weights import file_digest
 from tests.compute.state.weight_versions import arrays, line, moved, spoil
 
 
@@ -154,4 +154,4 @@ def test_results_open_with_the_usual_reader(tmp_path: Path) -> None:
     first, second = line(2)
     through(tmp_path, saved(tmp_path / "a", dict(first)), saved(tmp_path / "b", dict(second)))
     assert all(np.array_equal(load_file(tmp_path / "result")[name], second[name]) for name in second)
-    assert delta_module.CODEC == "xor-planes-zstd1"
+    assert delta_module.CODEC == "xor-planes-zstd1-blake3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -253,20 +252,6 @@ def test_a_repair_brings_a_folder_in_a_version_along(tmp_path: Path) -> None:
     repair_version(tmp_path / "v000000", with_adapter(arrays()))
     assert read_manifest(tmp_path / "v000000")  # with its digest checked
     assert (tmp_path / "v000000" / "adapter" / "adapter_config.json").is_file()
-
-
-def test_versions_of_schema_1_still_open(tmp_path: Path, scratch: Path) -> None:
-    manifest = put(tmp_path / "w", 0, arrays())
-    path = tmp_path / "w" / "v000000" / MANIFEST_FILE
-    old = {
-        name: getattr(manifest, name)
-        for name in ("policy", "version", "parent_version", "digest", "size_bytes")
-    }
-    path.write_text(json.dumps({**old, "schema_version": 1}))
-    read = read_manifest(tmp_path / "w" / "v000000")
-    assert isinstance(read, WeightManifest) and read.is_whole and read.stored_bytes == manifest.size_bytes
-    assert full_folder(tmp_path / "w" / "v000000", scratch) == tmp_path / "w" / "v000000"
-    assert put(tmp_path / "w", 1, moved(arrays(), 1)).base_version == 0
 
 
 def test_scratch_lies_in_memory_unless_told_otherwise(

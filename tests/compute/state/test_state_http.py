@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import StateFull, TransportError
 from megloom.compute.state.index import Entry
 from megloom.compute.state.store import StateStore
@@ -172,14 +172,14 @@ def test_an_upload_is_verified_and_a_broken_one_leaves_nothing(tmp_path: Path) -
         (tmp_path / "node").mkdir()
         async with a_service(tmp_path / "node", budgets={Tier.DISK: 100}) as (store, url):
             transport = HttpTransport(url, token=TOKEN, offload=InlineOffload())
-            good = Entry(key=key(), digest=tree_digest(source), size_bytes=8)
+            good = Entry(key=key(), digest=file_digest(source), size_bytes=8)
             await transport.push(good, source)
             assert await content(store, key()) == b"uploaded" and await store.entry(key()) == good
             bad = Entry(key=key(1), digest="0" * 64, size_bytes=8)
             with pytest.raises(TransportError, match="the body has digest"):
                 await transport.push(bad, source)
             source.write_bytes(bytes(101))
-            large = Entry(key=key(2), digest=tree_digest(source), size_bytes=101)
+            large = Entry(key=key(2), digest=file_digest(source), size_bytes=101)
             with pytest.raises(StateFull, match="tier disk: 101 bytes wanted"):
                 await transport.push(large, source)
             await transport.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import ConflictingState, NoValidCopy, TransportError
 from megloom.compute.state.index import Entry
 from megloom.compute.state.keys import Key
@@ -61,7 +61,7 @@ def a_node(folder: Path, node: str) -> Iterator[str]:
 def test_a_state_of_another_process_is_pulled_verified_and_kept(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"a state of node b")
-    entry = Entry(key=key(1), digest=tree_digest(source), size_bytes=17)
+    entry = Entry(key=key(1), digest=file_digest(source), size_bytes=17)
 
     async def main(url: str) -> None:
         with ThreadOffload("bulk") as bulk:
@@ -143,7 +143,7 @@ def _digest_of(data: bytes) -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        return tree_digest(Path(file.name))
+        return file_digest(Path(file.name))
 
 
 def test_many_gets_of_one_key_pull_once_and_one_that_gives_up_harms_nobody(tmp_path: Path) -> None:

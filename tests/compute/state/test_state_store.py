@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import ConflictingState, NoValidCopy, StateError, StateFull
 from megloom.compute.state.node_files import DRAFTS
 from megloom.compute.state.path_choice import Place
@@ -31,7 +31,7 @@ def test_what_was_put_is_got_as_a_local_file_after_a_restart_too(tmp_path: Path)
     async def main() -> None:
         async with a_store(tmp_path) as store:
             entry = await store.put(key(1), source)
-            assert entry.digest == tree_digest(source) and entry.size_bytes == 5
+            assert entry.digest == file_digest(source) and entry.size_bytes == 5
             await store.put(key(2), b"")
             draft = await store.draft(3)
             draft.path.write_bytes(b"abc")
@@ -70,7 +70,7 @@ def test_the_same_content_is_put_twice_and_other_content_is_refused_with_both_di
             other.write_bytes(b"two")
             with pytest.raises(ConflictingState) as refused:
                 await store.put(key(), other)
-            assert first.digest in str(refused.value) and tree_digest(other) in str(refused.value)
+            assert first.digest in str(refused.value) and file_digest(other) in str(refused.value)
             assert await content(store, key()) == b"one"
             assert await store.held_bytes() == {Tier.TMPFS: 3, Tier.DISK: 0}, "no draft is left"
             assert len(files_under(tmp_path / "tmpfs")) == 1

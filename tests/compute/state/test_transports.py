@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megloom.compute.state.digests import tree_digest
+from megloom.compute.state.digests import file_digest
 from megloom.compute.state.errors import ConflictingState, TransportError
 from megloom.compute.state.index import Entry
 from megloom.compute.state.tiers import Tier
@@ -108,7 +108,7 @@ def an_object(folder: Path, data: bytes, version: int = 0) -> tuple[Entry, Path]
     path.write_bytes(data)
     # Mooncake outlives a test: names must not repeat in a session.
     wanted = key(version, run=folder.name.strip("-_.") or "r")
-    return Entry(key=wanted, digest=tree_digest(path), size_bytes=len(data)), path
+    return Entry(key=wanted, digest=file_digest(path), size_bytes=len(data)), path
 
 
 @pytest.mark.parametrize("size", [0, 5, 900])
@@ -132,7 +132,7 @@ def test_other_content_is_refused_with_both_digests_and_the_old_stays(tmp_path: 
         entry, path = an_object(tmp_path, b"one")
         other = tmp_path / "two"
         other.write_bytes(b"two")
-        changed = Entry(key=entry.key, digest=tree_digest(other), size_bytes=3)
+        changed = Entry(key=entry.key, digest=file_digest(other), size_bytes=3)
         async with opener(tmp_path) as transport:
             await transport.push(entry, path)
             with pytest.raises(ConflictingState) as refused:

@@ -110,11 +110,13 @@ def test_missing_weights_and_a_broken_manifest_are_errors_of_ours(tmp_path: Path
         read_manifest(version_dir(tmp_path, 0))
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema_version", [2, 99, "3", None])
+def test_another_schema_is_refused_in_words(tmp_path: Path, schema_version: object) -> None:
+    """Versions before 3 had other digests: they would look corrupt."""
     put(tmp_path, 0)
     path = tmp_path / "v000000" / MANIFEST_FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
-    with pytest.raises(WeightsError, match="schema_version 99"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": schema_version}))
+    with pytest.raises(WeightsError, match=f"schema_version {schema_version}, expected 3"):
         read_manifest(version_dir(tmp_path, 0))
 
 

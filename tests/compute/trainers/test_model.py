@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megloom.compute.state.weights import MODEL_FILE, file_digest
+from megloom.compute.state.digests import file_digest
+from megloom.compute.state.weights import MODEL_FILE
 from megloom.compute.trainers.model import convert_gguf, enable_checkpointing, load_model, write_model
 from megloom.compute.workload import PackagedGguf, PretrainedModel
 
