@@ -27,9 +27,9 @@ class EngineState:
         self._has_moments = False
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """The full parameter on the CPU, a copy."""
+        """The full parameter on the CPU; on a CPU below stage 3 the parameter itself."""
         if self._stage < 3:
-            return parameter.detach().to("cpu", copy=True)
+            return parameter.detach().cpu()
         with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().to("cpu", copy=True)
 
@@ -46,11 +46,12 @@ class EngineState:
             self._set_master(parameter, value)
 
     def moment(self, parameter: Tensor, moment: str) -> Tensor:
-        """The full moment on the CPU, a copy; only if there are moments."""
+        """The full moment on the CPU, at stage 0 on a CPU the moment itself; only if there are moments."""
         if self._stage == 0:
-            return self._torch_optimizer.state[parameter][moment].to("cpu", copy=True)
-        full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
-        return full.reshape(self.shape(parameter)).to("cpu", copy=True)
+            full = self._torch_optimizer.state[parameter][moment]
+        else:  # gathered into a new tensor
+            full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
+        return full.reshape(self.shape(parameter)).cpu()
 
     def set_moment(self, parameter: Tensor, moment: str, value: Tensor) -> None:
         """Writes this rank's part of the moment. Raises: RuntimeError for another shape."""
