@@ -92,8 +92,8 @@ def write_delta(base: Path, target: Path, delta: Path, *, base_digest: str) -> D
             digest, frames = blake3(), []
             for start, end in chunks(entry):
                 new = target_bytes[start:end]
-                whole.update(new)
-                digest.update(new)
+                whole.update(new.data)
+                digest.update(new.data)
                 before = None if shift is None else base_bytes[start + shift : end + shift]
                 what, frame = _encoded(new, before, entry.item_bytes)
                 file.write(frame)
@@ -136,8 +136,8 @@ def apply_delta(base: Path, delta: Path, result: Path) -> DeltaFacts:
                 before = base_bytes[start + shift : end + shift] if what in (SAME, XOR) else None
                 new = _decoded(what, delta_bytes[at : at + size], before, end - start, entry, delta)
                 at += size
-                digest.update(new)
-                whole.update(new)
+                digest.update(new.data)
+                whole.update(new.data)
                 file.write(new.tobytes())
             if digest.hexdigest() != tensor.digest:
                 raise DeltaError(f"{delta}: tensor {entry.name} has digest {digest.hexdigest()} after apply")
