@@ -19,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ MMAP_THRESHOLD = -3  # of glibc's mallopt
 Rounds = list[tuple[float, float, float, float]]
 
 
-def learner_of_135m(knobs: dict[str, Any]) -> Learner:
-    """134.5 million parameters that have not made a step: there are no moments yet."""
+def model_of_135m() -> Any:
+    """134.5 million random parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -60,6 +61,11 @@ def learner_of_135m(knobs: dict[str, Any]) -> Learner:
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
+    return LlamaForCausalLM(config)
+
+
+def new_learner(model: Any, knobs: dict[str, Any]) -> Learner:
+    """A learner of a copy of the model that has not made a step: there are no moments yet."""
     optimizer = Optimizer(learning_rate=1e-4)
     plan = TrainerPlan(
         policy="solver",
@@ -70,7 +76,7 @@ def learner_of_135m(knobs: dict[str, Any]) -> Learner:
         seed=0,
         trainer=knobs,
     )
-    return make_learner(plan, LlamaForCausalLM(config), optimizer=optimizer, warm_optimizer=None)
+    return make_learner(plan, deepcopy(model), optimizer=optimizer, warm_optimizer=None)
 
 
 def make_step(learner: Learner) -> None:
@@ -107,7 +113,8 @@ def rounds_of(knobs: dict[str, Any]) -> Rounds:
 
 async def _rounds(folder: Path, knobs: dict[str, Any]) -> Rounds:
     rounds = []
-    learner = learner_of_135m(knobs)
+    model = model_of_135m()
+    learner = new_learner(model, knobs)
     make_step(learner)
     tier = TierPlan(tier=Tier.TMPFS, root=str(folder / "tmpfs"), budget_bytes=4 * STATE_BYTES)
     with ThreadOffload("rows") as offload, ThreadOffload("bulk") as bulk:
@@ -130,7 +137,7 @@ async def _rounds(folder: Path, knobs: dict[str, Any]) -> Rounds:
                 learner.close()
                 del learner, state
                 gc.collect()  # an engine's parts hold on to each other
-                learner = learner_of_135m(knobs)
+                learner = new_learner(model, knobs)
                 began = time.perf_counter()
                 learner.restore(*read_state(await store.get(key)))
                 in_s = time.perf_counter() - began

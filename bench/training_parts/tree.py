@@ -41,7 +41,7 @@ DEMO = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "he
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "head_dim": 64}
 LARGE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9, "head_dim": 64}
 NUM_BRANCHES, SHARED = 5, 0.8
-NUM_ROUNDS = 3
+NUM_ROUNDS, NUM_JMAX_ROUNDS = 3, 2
 TARGET_RATIO = 0.5
 NUM_EXECUTIONS, MAX_PATHS, EXPONENT, MAX_TRAINED = 100, 64, 1.45, 5
 
@@ -75,7 +75,7 @@ def _jmax_figures(model: Any) -> Figures:
         paths = execution(number, rng)
         full.extend(as_rows(paths, number))
         capped.extend(as_rows([paths[i] for i in chosen(paths, rng)], number))
-    of_capped, of_full = in_turns(model, [layouts(capped), layouts(full)])
+    of_capped, of_full = in_turns(model, [layouts(capped), layouts(full)], NUM_JMAX_ROUNDS)
     pairs = list(zip(of_capped, of_full, strict=True))
     tree = statistics.median(1 - one[0] / other[0] for one, other in pairs)
     apart = statistics.median(1 - one[1] / other[1] for one, other in pairs)
@@ -185,11 +185,13 @@ def layouts(rows: Sequence[TrainingRow]) -> tuple[list[Part], list[Part]]:
     return cut(rows, budget), cut(rows, budget, shared_prefixes=False)
 
 
-def in_turns(model: Any, sides: Sequence[tuple[list[Part], list[Part]]]) -> list[list[tuple[float, float]]]:
+def in_turns(
+    model: Any, sides: Sequence[tuple[list[Part], list[Part]]], num_rounds: int = NUM_ROUNDS
+) -> list[list[tuple[float, float]]]:
     """Seconds of each side's two layouts, round by round, after one warm pass."""
     train(model, sides[0][0][:1])
     found: list[list[tuple[float, float]]] = [[] for _ in sides]
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         for seconds, (tree, apart) in zip(found, sides, strict=True):
             seconds.append((train(model, tree), train(model, apart)))
     return found
