@@ -7,7 +7,8 @@ gets the file, maps it and copies every tensor to where it keeps it. The other s
 state. What either allocates is new to the process; a copy into memory that is there already takes a fraction
 of that (`swap_warm_copy_s`). One thread of torch, one of the digest. The sides take turns after one warm
 round; the ratio is the median over the rounds. `swap_zero1_ratio` is the same for DeepSpeed ZeRO-1 on one
-rank.
+rank. `digest_ratio` is how many times as fast the digest is as the standard library's blake2b, one thread
+each.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import asyncio
 import ctypes
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
 from copy import deepcopy
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from megloom.compute.algorithms.grpo import Grpo
 from megloom.compute.state.drafts import Surroundings
@@ -39,6 +43,7 @@ from megloom.compute.workload import Optimizer
 LAYERS, HIDDEN, INTERMEDIATE, VOCAB = 30, 576, 1536, 49152
 STATE_BYTES = 3 * 4 * 134_515_008
 NUM_ROUNDS = 5
+DIGEST_BYTES = 256 << 20
 TARGET_RATIO, TARGET_MEMORY_GIB = 3.0, 8.0
 SHM = Path("/dev/shm")
 ZERO1 = {"backend": "deepspeed", "zero_stage": 1}
@@ -102,6 +107,7 @@ def swap_figures() -> dict[str, dict[str, Any]]:
         "swap_warm_copy_s": _figure(statistics.median(warm for _, warm, *_ in rounds), "s", None),
         "swap_memory": _figure(memory_gib, "GiB", TARGET_MEMORY_GIB),
         "swap_zero1_ratio": _figure(_ratio(rounds_of(ZERO1)), "x", None),
+        **_digest_figures(),
     }
 
 
@@ -152,6 +158,21 @@ async def _rounds(folder: Path, knobs: dict[str, Any]) -> Rounds:
 
 def _ratio(rounds: Rounds) -> float:
     return statistics.median((out + back) / copy for copy, _, out, back in rounds)
+
+
+def _digest_figures() -> dict[str, dict[str, Any]]:
+    data = os.urandom(DIGEST_BYTES)
+    seconds: dict[Any, list[float]] = {blake3: [], blake2b: []}
+    for _ in range(NUM_ROUNDS):
+        for digest, found in seconds.items():
+            began = time.perf_counter()
+            digest(data).digest()
+            found.append(time.perf_counter() - began)
+    ours, theirs = (statistics.median(found) for found in seconds.values())
+    return {
+        "digest_ratio": _figure(theirs / ours, "x", None),
+        "digest_rate": _figure(DIGEST_BYTES / ours / 1e9, "GB/s", None),
+    }
 
 
 def _peak_memory_gib() -> float:

@@ -1,4 +1,4 @@
-"""Digests of large files: BLAKE3, which one thread computes faster than memory takes the bytes."""
+"""Digests of large files: BLAKE3, one thread of which keeps up with the writing of a file in memory."""
 
 from __future__ import annotations
 

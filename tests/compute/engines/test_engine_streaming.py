@@ -12,6 +12,7 @@ from megloom.compute.engines.protocol import EngineRefused, PauseMode
 
 pytestmark = pytest.mark.filterwarnings("error")
 LONG = 3000  # tokens: samples far longer than any test waits
+MEDIUM = 1500  # tokens: long enough to be caught in the middle, short enough to be waited for
 
 
 def needs(capability):
@@ -135,15 +136,15 @@ def test_an_update_under_a_pause_shows_in_the_spans_of_a_running_stream(
     mode, with_engine, make_request, engine_under_test
 ):
     async def scenario(client, raw):
-        reading = asyncio.create_task(joined(stream(client, make_request(max_tokens=1500))))
+        reading = asyncio.create_task(joined(stream(client, make_request(max_tokens=MEDIUM))))
         await raw.wait_until("generation_tokens_total", lambda tokens: tokens >= 5)
         await client.pause(mode)
         await client.load_version(engine_under_test.other_model_dir, 4, None)
         await client.resume()
         ids, _, spans, reasons = await reading
         (old, first, change), (new, again, end) = merged(spans)
-        assert (old, first, new, again, end) == (3, 0, 4, change, 1500)
-        assert (len(ids), reasons[-1]) == (1500, "length")
+        assert (old, first, new, again, end) == (3, 0, 4, change, MEDIUM)
+        assert (len(ids), reasons[-1]) == (MEDIUM, "length")
 
     with_engine(scenario)
 
